@@ -1,0 +1,329 @@
+"""Every setting of the trainer, declared once, and the run file the chart renders.
+
+Importable without torch, transformers or ray: the chart's schema, the driver's checks and the command line all
+read these models. It owns names, bounds, defaults and the fingerprint; it touches no file but the one it is given.
+"""
+
+import difflib
+import hashlib
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, Literal, TypeVar, get_args
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, model_validator
+
+# Part of the fingerprint: raised whenever packing or shuffling would order the same rows differently.
+ORDER_VERSION = 1
+
+
+S = TypeVar("S", bound="Settings")
+
+
+class InputError(ValueError):
+    """What the user gave cannot be used. The message is one sentence: what, where, and what to write instead."""
+
+
+class Settings(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, allow_inf_nan=False)
+
+
+class StorageConfig(Settings):
+    uri: str = Field("runs", min_length=1, pattern=r"^(s3://[a-z0-9][a-z0-9.-]+[a-z0-9](/.*)?|[^:]+)$")
+    """Where runs are kept: `s3://bucket/prefix` or a local folder. A run's folder is `<uri>/<name>-<fingerprint>`."""
+
+    endpoint_url: str | None = Field(None, pattern=r"^https?://.+$")
+    """URL of an S3-compatible server for all S3 use; null means AWS, or the AWS_ENDPOINT_URL variables."""
+
+    region: str | None = None
+    """AWS region of the bucket; null means the region of the environment."""
+
+    path_style: bool = False
+    """Address buckets as `host/bucket` instead of `bucket.host`, which most S3-compatible servers need."""
+
+
+class ModelConfig(Settings):
+    path: str = Field(min_length=1)
+    """The base model: a local folder, an `s3://` folder, or a Hugging Face Hub id."""
+
+    revision: str | None = None
+    """Branch, tag or commit of a Hub model; null means its main branch."""
+
+    gguf_file: str | None = Field(None, pattern=r"^[^/]+\.gguf$")
+    """Name of a GGUF file in `path`, dequantised once into the model cache; null means safetensors weights."""
+
+    freeze: list[str] = []
+    """Parameters that are not trained, as shell-style patterns of their names, such as `model.embed_tokens.*`."""
+
+
+class DataConfig(Settings):
+    train: str = Field(min_length=1)
+    """Training rows: a JSONL file with chat `messages`, local or `s3://`."""
+
+    eval: str | None = None
+    """Held-out rows in the same format; null means no evaluation."""
+
+    version: str | None = None
+    """Any text; changing it says that the files hold new data and starts a new run."""
+
+    sequence_length: int = Field(2048, ge=8)
+    """Tokens in one packed sequence."""
+
+    long_rows: Literal["error", "truncate"] = "error"
+    """What happens to a row longer than `sequence_length`: refuse the data, or keep its first tokens."""
+
+
+class BatchConfig(Settings):
+    sequences: int = Field(8, ge=1)
+    """Packed sequences in one optimiser step, over all workers together."""
+
+    micro_batch: int = Field(1, ge=1)
+    """Sequences that one worker runs at once; the rest of its share is accumulated."""
+
+
+class OptimConfig(Settings):
+    lr: float = Field(2e-5, gt=0)
+    """Peak learning rate of AdamW."""
+
+    beta1: float = Field(0.9, ge=0, lt=1)
+    """Decay of the first moment, per step."""
+
+    beta2: float = Field(0.95, ge=0, lt=1)
+    """Decay of the second moment, per step."""
+
+    eps: float = Field(1e-8, gt=0)
+    """Added to the root of the second moment."""
+
+    weight_decay: float = Field(0.0, ge=0)
+    """Decoupled weight decay of matrices; norms and biases are never decayed."""
+
+    clip_norm: float | None = Field(1.0, gt=0)
+    """Largest norm of the whole model's gradient; null means that it is not clipped."""
+
+
+class ScheduleConfig(Settings):
+    name: Literal["cosine", "linear", "constant", "wsd"] = "cosine"
+    """Shape of the learning rate after warm-up; `wsd` is constant, then linear over the last `decay_fraction`."""
+
+    warmup_steps: int = Field(0, ge=0)
+    """Steps in which the learning rate rises linearly to its peak."""
+
+    min_ratio: float = Field(0.0, ge=0, le=1)
+    """The learning rate at the end, as a share of the peak."""
+
+    decay_fraction: float = Field(0.1, gt=0, le=1)
+    """Share of all steps in which `wsd` decays; other schedules take no notice of it."""
+
+
+class DurationConfig(Settings):
+    epochs: int | None = Field(None, ge=1)
+    """Passes over the training rows."""
+
+    steps: int | None = Field(None, ge=1)
+    """Optimiser steps."""
+
+    tokens: int | None = Field(None, ge=1)
+    """Training tokens, padding not counted; the run ends with the step that reaches them."""
+
+    @model_validator(mode="after")
+    def _one(self) -> "DurationConfig":
+        if sum(value is not None for value in (self.epochs, self.steps, self.tokens)) != 1:
+            raise ValueError("exactly one of epochs, steps and tokens must be set")
+        return self
+
+
+class CheckpointConfig(Settings):
+    every_steps: int = Field(100, ge=1)
+    """Steps between two checkpoints; one is always written at the end and when the run is interrupted."""
+
+    keep: int = Field(2, ge=1)
+    """Complete checkpoints kept, the newest ones."""
+
+
+class EvaluateConfig(Settings):
+    every_steps: int | None = Field(None, ge=1)
+    """Steps between two evaluations of `data.eval`; null means only before the first step and after the last."""
+
+    prompts: int = Field(2, ge=0)
+    """Held-out prompts answered before and after training, for the report."""
+
+    max_new_tokens: int = Field(32, ge=1)
+    """Longest answer to such a prompt, in tokens."""
+
+
+class TrainerConfig(Settings):
+    name: str = Field(pattern=r"^[a-z0-9]([a-z0-9-]{0,46}[a-z0-9])?$")
+    """The run's name: lower-case letters, digits and dashes."""
+
+    model: ModelConfig
+    """What is fine-tuned."""
+
+    data: DataConfig
+    """What it is trained and evaluated on."""
+
+    duration: DurationConfig = DurationConfig(epochs=1)
+    """How long it trains."""
+
+    storage: StorageConfig = StorageConfig()
+    """Where the run's folder lies."""
+
+    batch: BatchConfig = BatchConfig()
+    """What one optimiser step sees."""
+
+    optim: OptimConfig = OptimConfig()
+    """The optimiser, AdamW."""
+
+    schedule: ScheduleConfig = ScheduleConfig()
+    """The learning rate over time."""
+
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    """When the run can be resumed from."""
+
+    evaluate: EvaluateConfig = EvaluateConfig()
+    """What is measured on held-out rows."""
+
+    precision: Literal["auto", "bfloat16", "float32"] = "auto"
+    """Type of the computation; `auto` is bfloat16 on a GPU and float32 on a CPU. Master weights are always float32."""
+
+    attention: Literal["auto", "sdpa", "eager", "flash_attention_2"] = "auto"
+    """Attention kernel; `auto` is flash_attention_2 where the package and a GPU are there, else sdpa."""
+
+    seed: int = Field(0, ge=0, lt=2**32)
+    """Seed of the row order and of any dropout."""
+
+    log_every_steps: int = Field(1, ge=1)
+    """Steps between two lines of metrics.jsonl."""
+
+    max_failures: int = Field(3, ge=1)
+    """Worker failures after which Ray Train gives up; each one before restarts the workers from the last checkpoint."""
+
+    def fingerprint(self) -> str:
+        """Eight hex digits over the settings that change the result, defaults resolved; not cadence, place or hardware."""
+        result = self.model_dump(exclude={"name", "storage", "checkpoint", "log_every_steps", "max_failures", "evaluate"})
+        del result["batch"]["micro_batch"], result["attention"]
+        result["order_version"] = ORDER_VERSION
+        return hashlib.sha256(json.dumps(result, sort_keys=True).encode()).hexdigest()[:8]
+
+    @property
+    def folder(self) -> str:
+        """The run's folder below `storage.uri`."""
+        return f"{self.name}-{self.fingerprint()}"
+
+
+class Hardware(Settings):
+    """What the chart derived from `workers` and the instance catalogue; the trainer reads it, nobody writes it."""
+
+    workers: int = Field(1, ge=1)
+    """Worker processes: one a GPU, or one a node without GPUs."""
+
+    nodes: int = Field(1, ge=1)
+    """Worker pods, one a node."""
+
+    cpus_per_worker: int = Field(1, ge=1)
+    """CPUs that Ray reserves for one worker process, and its number of threads."""
+
+    gpus_per_node: int = Field(0, ge=0)
+    """GPUs of one node; 0 means training on CPUs."""
+
+    efa_per_node: int = Field(0, ge=0)
+    """Elastic Fabric Adapter interfaces of one node."""
+
+    efa_required: bool = False
+    """Training must fail rather than fall back to TCP."""
+
+    instance_type: str | None = None
+    """EC2 instance type of the workers; null means not an EC2 machine of the catalogue."""
+
+    gpu_memory_gib: float | None = Field(None, gt=0)
+    """Memory of one GPU in GiB; null where there is none."""
+
+    autoscaled: bool = False
+    """Worker pods start only when the driver asks for them."""
+
+    grace_seconds: int = Field(120, ge=30)
+    """Seconds between SIGTERM and SIGKILL of a pod."""
+
+
+class Release(Settings):
+    """Which Helm release a run belongs to."""
+
+    name: str
+    """Name of the release."""
+
+    namespace: str
+    """Its namespace."""
+
+
+class RunFile(Settings):
+    """run.json: one run, as the chart renders it and `ray-finetune train --run` reads it."""
+
+    trainer: TrainerConfig
+    """The settings, as written under `trainer` in values.yaml."""
+
+    hardware: Hardware = Hardware()
+    """What the run has to work with."""
+
+    release: Release | None = None
+    """Null outside a cluster."""
+
+
+def load_settings(model: type[S], path: Path, overrides: Iterable[str] = ()) -> S:
+    """Reads a JSON or YAML file into `model`, with `a.b=value` overrides; InputError names the file and the key."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise InputError(f"{path}: {error.strerror}; give an existing settings file") from None
+    try:
+        raw = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        line = error.problem_mark.line + 1 if isinstance(error, yaml.MarkedYAMLError) and error.problem_mark else 1
+        raise InputError(f"{path}:{line}: not valid JSON or YAML; mend that line") from None
+    if not isinstance(raw, dict):
+        raise InputError(f"{path}: holds no settings; write at least name, model and data")
+    for override in overrides:
+        _set(raw, override)
+    return parse_settings(model, raw, str(path))
+
+
+def parse_settings(model: type[S], raw: Any, where: str) -> S:
+    """Validates `raw`; the first problem becomes one InputError sentence that names `where` and the key."""
+    try:
+        return TypeAdapter(model).validate_python(raw)
+    except ValidationError as error:
+        raise InputError(f"{where}: {_sentence(model, error.errors()[0])}") from None
+
+
+def _set(raw: dict[str, Any], override: str) -> None:
+    key, equals, value = override.partition("=")
+    *parents, last = key.split(".")
+    if not equals or not all([*parents, last]):
+        raise InputError(f"--set {override}: write it as a.b=value")
+    for parent in parents:
+        raw = raw.setdefault(parent, {})
+        if not isinstance(raw, dict):
+            raise InputError(f"--set {override}: {parent} is a single value, not a section")
+    raw[last] = yaml.safe_load(value)
+
+
+def _sentence(model: type[BaseModel], problem: Any) -> str:
+    """One pydantic error in the user's words."""
+    location = [str(part) for part in problem["loc"]]
+    key = ".".join(location) or "settings"
+    if problem["type"] == "extra_forbidden":
+        siblings = _fields(model, location[:-1])
+        close = difflib.get_close_matches(location[-1], siblings, n=1, cutoff=0.6)
+        return f"{key}: unknown setting; " + (f"did you mean {close[0]}?" if close else f"known are {', '.join(siblings)}")
+    if problem["type"] == "missing":
+        return f"{key}: must be set"
+    message = problem["msg"].removeprefix("Value error, ")
+    given = "" if isinstance(problem["input"], dict) else f", not {problem['input']!r}"
+    return f"{key}: {message[0].lower()}{message[1:]}{given}"
+
+
+def _fields(model: type[BaseModel], path: list[str]) -> list[str]:
+    for part in path:
+        annotation = model.model_fields[part].annotation
+        candidates = [annotation, *get_args(annotation)]
+        model = next(c for c in candidates if isinstance(c, type) and issubclass(c, BaseModel))
+    return list(model.model_fields)
