@@ -1,0 +1,170 @@
+# Every target installs what it needs: Python packages into .venv, from requirements.lock, and Go tools into .tools,
+# from the go.mod files under tests/tools. A second run finds them there and takes no time.
+
+SHELL := bash
+.SHELLFLAGS := -euo pipefail -c
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+MAKEFLAGS += --no-builtin-rules --no-print-directory
+
+# Any Python >= 3.11, for making .venv only.
+PYTHON ?= python3
+# What builds the image: docker, podman or buildah.
+BUILDER ?= docker
+IMAGE ?= ray-finetune
+PYTEST_ARGS ?=
+
+BIN := .tools/bin
+TOOLS := helm helm-unittest kubeconform versitygw actionlint helm-docs
+CHART := charts/ray-finetune
+ENVIRONMENTS := $(wildcard environments/*/values.yaml)
+SCRIPTS := .ci/run $(shell git ls-files '*.sh')
+VERSION := $(shell sed -n 's/^version = "\(.*\)"$$/\1/p' pyproject.toml)
+WITH_TOOLS := PATH="$(CURDIR)/$(BIN):$(CURDIR)/.venv/bin:$$PATH"
+
+.PHONY: help
+help: ## List the targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+# ---- Run -------------------------------------------------------------------------------------------------------------
+
+# exec: make's child is the trainer itself, so a SIGTERM to make reaches it once, and make waits until it has saved.
+.PHONY: train
+train: .venv/.stamp ## Fine-tune a small real model on this machine; run it again to resume after an interruption
+	@exec .venv/bin/ray-finetune train
+
+# ---- Check -----------------------------------------------------------------------------------------------------------
+
+.PHONY: test
+test: .venv/.stamp $(addprefix $(BIN)/,helm helm-unittest kubeconform versitygw) ## Run all tests; PYTEST_ARGS='-k name' chooses some
+	@$(WITH_TOOLS) helm-unittest --strict $(CHART)
+	@$(WITH_TOOLS) pytest $(PYTEST_ARGS)
+
+.PHONY: lint lint-python lint-yaml lint-shell lint-image lint-workflows lint-chart
+lint: lint-python lint-yaml lint-shell lint-image lint-workflows lint-chart ## Check style, types, scripts, image, workflows and chart
+
+lint-python: .venv/.stamp
+	.venv/bin/ruff check
+	.venv/bin/ruff format --check
+	.venv/bin/pyright
+
+lint-yaml: .venv/.stamp
+	.venv/bin/yamllint --strict .
+
+lint-shell: .venv/.stamp
+	.venv/bin/shellcheck $(SCRIPTS)
+
+lint-image: .venv/.stamp
+	.venv/bin/hadolint image/Dockerfile
+
+lint-workflows: .venv/.stamp $(BIN)/actionlint
+	$(BIN)/actionlint -shellcheck .venv/bin/shellcheck
+
+lint-chart: $(BIN)/helm
+	@for values in $(ENVIRONMENTS); do \
+	  echo "helm lint --strict $(CHART) --values $$values"; \
+	  $(BIN)/helm lint --strict --quiet $(CHART) --values "$$values"; \
+	done
+
+.PHONY: verify
+verify: lint .venv/.stamp ## Check that every generated file is what its source gives, and lint
+	.venv/bin/python tests/chart/generate_catalogue.py --check
+	.venv/bin/python tests/chart/generate_schema.py --check
+	.venv/bin/python tests/tools/lock.py --check
+
+# ---- Generate --------------------------------------------------------------------------------------------------------
+
+.PHONY: format
+format: .venv/.stamp ## Format the Python code and mend what ruff can
+	.venv/bin/ruff check --fix
+	.venv/bin/ruff format
+
+.PHONY: schema
+schema: .venv/.stamp ## Write the chart's values.schema.json and instance catalogue from their sources
+	.venv/bin/python tests/chart/generate_catalogue.py
+	.venv/bin/python tests/chart/generate_schema.py
+
+.PHONY: lock
+lock: .venv/bin/uv ## Lock the Python packages again, for this machine and for the image; UPGRADE=1 takes newer ones
+	$(PYTHON) tests/tools/lock.py $(if $(UPGRADE),--upgrade)
+
+# ---- Package ---------------------------------------------------------------------------------------------------------
+
+.PHONY: wheel
+wheel: .venv/.stamp ## Build the trainer's wheel into dist/
+	@rm -f dist/*.whl
+	.venv/bin/python -m hatchling build --target wheel --directory dist
+
+.PHONY: image
+image: wheel ## Build the image on top of the Ray Train DLC; BUILDER=buildah, IMAGE=name, BASE_IMAGE=reference
+	$(BUILDER) build --file image/Dockerfile --tag $(IMAGE):$(VERSION) --build-arg VERSION=$(VERSION) \
+	  --build-arg REVISION="$$(git rev-parse HEAD)" $(if $(BASE_IMAGE),--build-arg BASE_IMAGE=$(BASE_IMAGE)) .
+
+.PHONY: package
+package: $(BIN)/helm ## Package the chart into dist/
+	@mkdir -p dist
+	$(BIN)/helm package $(CHART) --destination dist
+
+.PHONY: version
+version: ## Print the version, and fail where chart, changelog or TAG say another
+	@.github/scripts/version.sh $(TAG)
+
+# ---- Install ---------------------------------------------------------------------------------------------------------
+
+.PHONY: tools
+tools: .venv/.stamp $(addprefix $(BIN)/,$(TOOLS)) ## Install everything that the other targets use
+
+.venv/bin/uv:
+	@command -v $(PYTHON) >/dev/null || { echo "Python >= 3.11 is needed, and there is no $(PYTHON) on PATH (make PYTHON=... names another)." >&2; exit 1; }
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "Python >= 3.11 is needed, and $(PYTHON) is $$($(PYTHON) --version 2>&1) (make PYTHON=... names another)." >&2; exit 1; }
+	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || { echo "Python's venv module is needed (on Debian: apt-get install python3-venv)." >&2; exit 1; }
+	@echo "Making .venv"
+	@$(PYTHON) -m venv --clear .venv
+	@sed -n '/^uv==/,/[^\\]$$/p' requirements.lock > .venv/uv.txt
+	@.venv/bin/python -m pip install --quiet --disable-pip-version-check --require-hashes --requirement .venv/uv.txt
+
+.venv/.stamp: requirements.lock pyproject.toml | .venv/bin/uv
+	@echo "Installing the Python packages of requirements.lock into .venv"
+	@.venv/bin/uv pip sync --quiet --python .venv/bin/python --require-hashes requirements.lock
+	@.venv/bin/uv pip install --quiet --python .venv/bin/python --no-deps --no-build-isolation --editable .
+	@touch $@
+
+# $(call go-build,group,package,-X flags): static, without the symbols that only a debugger reads.
+go-build = command -v go >/dev/null || { echo "Go >= 1.26 is needed to build $(@F), and there is no go on PATH (https://go.dev/dl)." >&2; exit 1; }; \
+	echo "Building $(@F) from tests/tools/$(1)/go.mod"; \
+	CGO_ENABLED=0 GOWORK=off go build -C tests/tools/$(1) -trimpath -ldflags "-s -w $(3)" -o "$(CURDIR)/$@" $(2); \
+	touch $@
+# The version of a Go module, as the group's go.mod has it.
+go-version = $$(GOWORK=off go list -C tests/tools/$(1) -m -f '{{.Version}}' $(2))
+# Helm takes the Kubernetes version that charts are checked against from here; left out, it is 1.20.
+helm-flags = $$(minor=$(call go-version,helm,k8s.io/client-go); minor=$${minor\#v0.}; for package in pkg/chartutil pkg/lint/rules; do \
+	echo "-X helm.sh/helm/v3/$$package.k8sVersionMajor=1 -X helm.sh/helm/v3/$$package.k8sVersionMinor=$${minor%%.*}"; done)
+
+# A helm of a supported version that is on PATH is used as it is, through a script of one line.
+$(BIN)/helm: tests/tools/helm/go.mod tests/tools/helm/go.sum
+	@mkdir -p $(@D)
+	@found=$$(type -P helm || true); \
+	if [[ -n "$$found" && ! "$$found" -ef $@ && "$$("$$found" version --short 2>/dev/null)" =~ ^v(3\.(1[7-9]|[2-9][0-9])|4)\. ]]; then \
+	  echo "Using $$found"; rm -f $@; printf '#!/bin/sh\nexec "%s" "$$@"\n' "$$found" > $@; chmod +x $@; \
+	else \
+	  rm -f $@; $(call go-build,helm,helm.sh/helm/v3/cmd/helm,-X helm.sh/helm/v3/internal/version.version=$(call go-version,helm,helm.sh/helm/v3) $(helm-flags)); \
+	fi
+
+$(BIN)/helm-unittest: tests/tools/helm/go.mod tests/tools/helm/go.sum
+	@$(call go-build,helm,github.com/helm-unittest/helm-unittest/cmd/helm-unittest,$(helm-flags))
+
+$(BIN)/kubeconform: tests/tools/kubeconform/go.mod tests/tools/kubeconform/go.sum
+	@$(call go-build,kubeconform,github.com/yannh/kubeconform/cmd/kubeconform)
+
+$(BIN)/versitygw: tests/tools/versitygw/go.mod tests/tools/versitygw/go.sum
+	@$(call go-build,versitygw,github.com/versity/versitygw/cmd/versitygw,-X main.Version=$(call go-version,versitygw,github.com/versity/versitygw))
+
+$(BIN)/actionlint: tests/tools/actionlint/go.mod tests/tools/actionlint/go.sum
+	@$(call go-build,actionlint,github.com/rhysd/actionlint/cmd/actionlint)
+
+$(BIN)/helm-docs: tests/tools/helm-docs/go.mod tests/tools/helm-docs/go.sum
+	@$(call go-build,helm-docs,github.com/norwoodj/helm-docs/cmd/helm-docs)
+
+.PHONY: clean
+clean: ## Remove everything that make installs and builds; runs/ stays
+	rm -rf .venv .tools dist build .pytest_cache .ruff_cache .hypothesis
