@@ -1,0 +1,69 @@
+"""Writes charts/ray-finetune/values.schema.json: the chart's own half with the trainer's models at `trainer`.
+
+    python tests/chart/generate_schema.py [--check]
+
+The result is draft-07 and refers to nothing outside itself, since that is what every Helm 3 and 4 reads.
+"""
+
+import difflib
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from trainer.config import TrainerConfig
+
+CHART = Path(__file__).parents[2] / "charts/ray-finetune"
+TEMPLATE = CHART / "values.schema.tmpl.json"
+SCHEMA = CHART / "values.schema.json"
+
+
+def to_draft_07(node: Any) -> Any:
+    """Pydantic writes 2020-12: definitions under $defs, tuples as prefixItems, and OpenAPI's discriminator."""
+    if isinstance(node, list):
+        return [to_draft_07(item) for item in node]
+    if not isinstance(node, dict):
+        return node
+    if "prefixItems" in node:
+        node = {**node, "items": node["prefixItems"], "additionalItems": False}
+    result = {}
+    for key, value in node.items():
+        if key in ("prefixItems", "discriminator", "title"):
+            continue
+        if key == "properties":
+            result[key] = {name: to_draft_07(schema) for name, schema in value.items()}
+        elif key in ("default", "enum", "const", "examples"):
+            result[key] = value
+        elif key == "$ref":
+            result[key] = value.replace("#/$defs/", "#/definitions/")
+        else:
+            result[key] = to_draft_07(value)
+    return result
+
+
+def build_schema() -> dict[str, Any]:
+    schema = json.loads(TEMPLATE.read_text())
+    trainer = TrainerConfig.model_json_schema()
+    definitions = trainer.pop("$defs", {}) | {TrainerConfig.__name__: trainer}
+    clash = set(definitions) & set(schema["definitions"])
+    assert not clash, f"the chart and the trainer both define {sorted(clash)}"
+    for name, definition in definitions.items():
+        schema["definitions"][name] = to_draft_07(definition)
+    return schema
+
+
+def main() -> int:
+    text = json.dumps(build_schema(), indent=2) + "\n"
+    if "--check" not in sys.argv:
+        SCHEMA.write_text(text)
+        return 0
+    old = SCHEMA.read_text() if SCHEMA.exists() else ""
+    diff = list(difflib.unified_diff(old.splitlines(True), text.splitlines(True), str(SCHEMA), "generated"))
+    sys.stdout.writelines(diff)
+    if diff:
+        print(f"{SCHEMA.name} is out of date; run python tests/chart/generate_schema.py")
+    return int(bool(diff))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
