@@ -205,11 +205,6 @@ class TrainerConfig(Settings):
         result["order_version"] = ORDER_VERSION
         return hashlib.sha256(json.dumps(result, sort_keys=True).encode()).hexdigest()[:8]
 
-    @property
-    def folder(self) -> str:
-        """The run's folder below `storage.uri`."""
-        return f"{self.name}-{self.fingerprint()}"
-
 
 class Hardware(Settings):
     """What the chart derived from `workers` and the instance catalogue; the trainer reads it, nobody writes it."""
@@ -267,6 +262,11 @@ class RunFile(Settings):
     release: Release | None = None
     """Null outside a cluster."""
 
+    @property
+    def uri(self) -> str:
+        """The run's folder."""
+        return f"{self.trainer.storage.uri.rstrip('/')}/{self.trainer.name}-{self.trainer.fingerprint()}"
+
 
 def load_settings(model: type[S], path: Path, overrides: Iterable[str] = ()) -> S:
     """Reads a JSON or YAML file into `model`, with `a.b=value` overrides; InputError names the file and the key."""
@@ -281,8 +281,8 @@ def load_settings(model: type[S], path: Path, overrides: Iterable[str] = ()) -> 
         raise InputError(f"{path}:{line}: not valid JSON or YAML; mend that line") from None
     if not isinstance(raw, dict):
         raise InputError(f"{path}: holds no settings; write at least name, model and data")
-    for override in overrides:
-        _set(raw, override)
+    for text in overrides:
+        override(raw, text)
     return parse_settings(model, raw, str(path))
 
 
@@ -291,18 +291,21 @@ def parse_settings(model: type[S], raw: Any, where: str) -> S:
     try:
         return TypeAdapter(model).validate_python(raw)
     except ValidationError as error:
-        raise InputError(f"{where}: {_sentence(model, error.errors()[0])}") from None
+        # A misspelt key is the cause of the missing one that it was meant to be.
+        problems = sorted(error.errors(), key=lambda problem: problem["type"] != "extra_forbidden")
+        raise InputError(f"{where}: {_sentence(model, problems[0])}") from None
 
 
-def _set(raw: dict[str, Any], override: str) -> None:
-    key, equals, value = override.partition("=")
+def override(raw: dict[str, Any], text: str) -> None:
+    """Applies one `a.b=value` to settings not yet validated."""
+    key, equals, value = text.partition("=")
     *parents, last = key.split(".")
     if not equals or not all([*parents, last]):
-        raise InputError(f"--set {override}: write it as a.b=value")
+        raise InputError(f"--set {text}: write it as a.b=value")
     for parent in parents:
         raw = raw.setdefault(parent, {})
         if not isinstance(raw, dict):
-            raise InputError(f"--set {override}: {parent} is a single value, not a section")
+            raise InputError(f"--set {text}: {parent} is a single value, not a section")
     raw[last] = yaml.safe_load(value)
 
 
@@ -311,19 +314,22 @@ def _sentence(model: type[BaseModel], problem: Any) -> str:
     location = [str(part) for part in problem["loc"]]
     key = ".".join(location) or "settings"
     if problem["type"] == "extra_forbidden":
-        siblings = _fields(model, location[:-1])
+        siblings = list(_section(model, location[:-1]).model_fields)
         close = difflib.get_close_matches(location[-1], siblings, n=1, cutoff=0.6)
         return f"{key}: unknown setting; " + (f"did you mean {close[0]}?" if close else f"known are {', '.join(siblings)}")
     if problem["type"] == "missing":
         return f"{key}: must be set"
+    if problem["type"] == "string_pattern_mismatch":
+        section = _section(model, location[:-1])
+        return f"{key}: {problem['input']!r} is not allowed; {section.model_fields[location[-1]].description}"
     message = problem["msg"].removeprefix("Value error, ")
     given = "" if isinstance(problem["input"], dict) else f", not {problem['input']!r}"
     return f"{key}: {message[0].lower()}{message[1:]}{given}"
 
 
-def _fields(model: type[BaseModel], path: list[str]) -> list[str]:
+def _section(model: type[BaseModel], path: list[str]) -> type[BaseModel]:
     for part in path:
         annotation = model.model_fields[part].annotation
         candidates = [annotation, *get_args(annotation)]
         model = next(c for c in candidates if isinstance(c, type) and issubclass(c, BaseModel))
-    return list(model.model_fields)
+    return model

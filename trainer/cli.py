@@ -1,0 +1,66 @@
+"""The command line. Exit codes: 0 done or already complete, 1 failed, 2 refused input, 75 interrupted after saving."""
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from trainer.config import Hardware, InputError, RunFile, TrainerConfig, load_settings
+
+app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
+
+RunOption = Annotated[Path | None, typer.Option("--run", help="run.json, as the chart renders it.")]
+ConfigOption = Annotated[Path | None, typer.Option("--config", help="Trainer settings alone, JSON or YAML.")]
+SetOption = Annotated[list[str] | None, typer.Option("--set", metavar="A.B=VALUE", help="Overrides one setting; may be given again.")]
+WorkersOption = Annotated[int, typer.Option("--workers", min=1, help="Local worker processes, with --config.")]
+
+
+@app.command()
+def train(run: RunOption = None, config: ConfigOption = None, sets: SetOption = None, workers: WorkersOption = 1) -> None:
+    """Train, or go on where an interrupted run stopped. Without a file: the quickstart, a small model on this machine."""
+    from trainer.driver import drive
+
+    raise typer.Exit(drive(_load(run, config, sets or [], workers)))
+
+
+@app.command()
+def config(run: RunOption = None, config: ConfigOption = None, sets: SetOption = None, workers: WorkersOption = 1, schema: bool = False) -> None:
+    """Print the settings with every default resolved, or with --schema the JSON schema of the trainer's settings."""
+    resolved = TrainerConfig.model_json_schema() if schema else _load(run, config, sets or [], workers).model_dump(mode="json")
+    print(json.dumps(resolved, indent=2))
+
+
+def _load(run: Path | None, config: Path | None, sets: list[str], workers: int) -> RunFile:
+    if run and config:
+        raise InputError("--run and --config: give one of them")
+    if run:
+        return load_settings(RunFile, run, [f"trainer.{override}" for override in sets])
+    if config:
+        return RunFile(trainer=load_settings(TrainerConfig, config, sets), hardware=_local(workers))
+    from trainer.quickstart import quickstart
+
+    return quickstart(sets)
+
+
+def _local(workers: int) -> Hardware:
+    """This machine's GPUs if it has some, else its CPUs."""
+    import torch
+
+    gpus = torch.cuda.device_count()
+    if gpus and workers > gpus:
+        raise InputError(f"--workers {workers}: this machine has {gpus} GPUs; ask for at most that many")
+    cpus = max(1, (os.cpu_count() or 1) // workers)
+    return Hardware(workers=workers, cpus_per_worker=cpus, gpus_per_node=workers if gpus else 0)
+
+
+def main() -> None:
+    try:
+        app()
+    except InputError as error:
+        print(f"error: {error}", file=sys.stderr)
+        raise SystemExit(2) from None
+    except KeyboardInterrupt:
+        raise SystemExit(130) from None

@@ -1,0 +1,273 @@
+"""The driver: refuses what cannot work, starts the workers, watches them, and writes down how the run ended.
+
+Everything up to `launch` runs on a CPU, before any worker exists. Ray Train launches, watches and restarts workers;
+where RANK is set (torchrun) or Ray is not installed, this process is a worker itself and runs the same loop.
+torch and ray are imported inside functions: a complete run is told from its folder in a second.
+"""
+
+import importlib.util
+import json
+import os
+import signal
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+from trainer.config import InputError, RunFile, TrainerConfig
+from trainer.progress import Progress
+from trainer.storage import Storage, check_writable, open_storage
+
+EXIT_CODES = {"complete": 0, "refused": 2, "failed": 1, "interrupted": 75}
+
+
+def drive(run: RunFile) -> int:
+    """Runs `run` from where it is to its end and returns the exit code."""
+    storage = open_storage(run.uri, run.trainer.storage)
+    check_writable(storage)
+    outcome = read_outcome(storage)
+    if outcome and outcome["outcome"] == "complete":
+        print(f"{run.uri} is complete (step {outcome['step']}); change a setting to train another")
+        return EXIT_CODES["complete"]
+    progress = Progress(run.uri)
+    try:
+        ending = launch(run, storage, progress)
+    except InputError as error:
+        write_outcome(storage, "refused", str(error), progress.step)
+        raise
+    except Exception as error:
+        write_outcome(storage, "failed", str(error), progress.step)
+        raise
+    finally:
+        progress.close()
+    if "RANK" not in os.environ or os.environ["RANK"] == "0":
+        from trainer.report import write_report
+
+        write_report(run, storage)
+        write_outcome(storage, ending, None, progress.step)
+        progress.ended(ending)
+    return EXIT_CODES[ending]
+
+
+def read_outcome(storage: Storage) -> dict[str, Any] | None:
+    """How the run ended last, or None."""
+    try:
+        return json.loads(storage.read("outcome.json"))
+    except FileNotFoundError:
+        return None
+
+
+def write_outcome(storage: Storage, outcome: str, cause: str | None, step: int) -> None:
+    value = {"outcome": outcome, "cause": cause, "step": step, "time": time.time()}
+    storage.write("outcome.json", json.dumps(value, indent=1).encode())
+
+
+# ---- before any worker ----
+
+
+def prepare(run: RunFile, storage: Storage, say: Callable[[str], None]) -> None:
+    """Checks model and data, and leaves the tokenised rows in the run's folder; InputError says what cannot work."""
+    from trainer.data import Plan, Tokens, end_of_turn, num_supervised, prompts, tokenize
+    from trainer.model import check_vocabulary, fetch_model, load_tokenizer
+
+    config = run.trainer
+    folder = fetch_model(config, weights=False)
+    tokenizer = load_tokenizer(folder)
+    check_vocabulary(folder, tokenizer)
+    train = tokenize(config.data.train, tokenizer, config)
+    parts: dict[str, Tokens] = {"train": train}
+    if config.data.eval:
+        parts["eval"] = tokenize(config.data.eval, tokenizer, config)
+    plan = Plan(train, config)
+    facts = {
+        "sha256": {name: sha256(tokens.ids.tobytes() + tokens.supervised.tobytes()).hexdigest() for name, tokens in parts.items()},
+        "end_of_turn": end_of_turn(train, tokenizer.all_special_ids),
+        "prompts": prompts(config.data.eval, config, config.evaluate.prompts) if config.data.eval else [],
+    }
+    _refuse_changed(storage, facts, config)
+    for name, tokens in parts.items():
+        storage.write(f"data/{name}.npz", tokens.to_bytes())
+    storage.write("data/facts.json", json.dumps(facts, indent=1).encode())
+    storage.write("run.json", run.model_dump_json(indent=1).encode())
+    first = plan.epoch_packs(0)
+    full = train.lengths.sum() / (len(first) * config.data.sequence_length)
+    rows = [number for number in range(len(train.lengths))]
+    say(
+        f"{len(rows):,} rows, {train.lengths.sum():,} tokens, {num_supervised(train, first):,} of them supervised; "
+        f"{len(first):,} sequences, {full:.1%} full; {plan.num_steps:,} steps"
+    )
+
+
+def _refuse_changed(storage: Storage, facts: dict[str, Any], config: TrainerConfig) -> None:
+    try:
+        before = json.loads(storage.read("data/facts.json"))["sha256"]
+    except FileNotFoundError:
+        return
+    for name, digest in facts["sha256"].items():
+        if before.get(name) != digest:
+            path = getattr(config.data, name)
+            raise InputError(f"data.{name}: {path} has changed since this run began; set data.version to start a new run")
+
+
+# ---- workers ----
+
+
+def launch(run: RunFile, storage: Storage, progress: Progress) -> str:
+    """Trains with whatever started us, and returns `complete` or `interrupted`."""
+    if "RANK" in os.environ or importlib.util.find_spec("ray") is None:
+        return _train_here(run, storage, progress)
+    prepare(run, storage, progress.say)
+    return _train_on_ray(run, progress)
+
+
+def _train_here(run: RunFile, storage: Storage, progress: Progress) -> str:
+    from trainer.parallel import join_world
+    from trainer.train import train
+
+    stop = _stop_on_signals(progress)
+    with join_world(stop.is_set) as world:
+        world.main_first(lambda: prepare(run, storage, progress.say))
+        return train(run, world, progress.row)
+
+
+def _train_on_ray(run: RunFile, progress: Progress) -> str:
+    """`fit` blocks, so it runs in a thread; signals reach only the main thread, which passes a stop on to the workers."""
+    os.environ.setdefault("RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S", "1800")  # nodes and images take minutes to come
+    import ray
+
+    workers, cpus = run.hardware.workers, run.hardware.cpus_per_worker
+    quiet = {"logging_level": "ERROR", "log_to_driver": "RAY_ADDRESS" in os.environ}
+    if "RAY_ADDRESS" in os.environ:
+        ray.init(**quiet)
+    else:
+        memory = 256 * 2**20  # nothing large is passed through Ray
+        ray.init(address="local", num_cpus=workers * cpus, include_dashboard=False, object_store_memory=memory, **quiet)
+    stop = _stop_on_signals(progress)
+    control = ray.remote(num_cpus=0)(Control).options(name=Control.NAME, max_concurrency=1).remote()
+    failure: list[Exception] = []
+    thread = threading.Thread(target=_fit, args=(run, failure), daemon=True)
+    try:
+        thread.start()
+        while thread.is_alive():
+            thread.join(0.3)
+            for row in ray.get(control.exchange.remote(stop.is_set())):
+                progress.row(row)
+        for row in ray.get(control.exchange.remote(stop.is_set())):
+            progress.row(row)
+        ending, cause = ray.get(control.ending.remote())
+    finally:
+        ray.shutdown()
+    if cause:
+        raise InputError(cause)
+    if failure:
+        raise failure[0]
+    if ending is None:
+        raise RuntimeError("the workers ended without saying how; see Ray's logs in /tmp/ray/session_latest/logs")
+    return ending
+
+
+def _fit(run: RunFile, failure: list[Exception]) -> None:
+    import logging
+
+    from ray.train import FailureConfig, RunConfig, ScalingConfig
+    from ray.train.torch import TorchConfig, TorchTrainer
+
+    hardware = run.hardware
+    if "RAY_ADDRESS" not in os.environ:
+        logging.getLogger("ray.train").setLevel(logging.ERROR)
+    # Ray Train is told nothing of checkpoints, so its own storage is a folder that nobody reads again.
+    with tempfile.TemporaryDirectory(prefix="ray-finetune-", ignore_cleanup_errors=True) as scratch:
+        trainer = TorchTrainer(
+            work,
+            train_loop_config={"run": run.model_dump(mode="json"), "cwd": os.getcwd()},
+            torch_config=TorchConfig(backend="nccl" if hardware.gpus_per_node else "gloo"),
+            scaling_config=ScalingConfig(
+                num_workers=hardware.workers,
+                use_gpu=hardware.gpus_per_node > 0,
+                resources_per_worker={"CPU": hardware.cpus_per_worker} | ({"GPU": 1} if hardware.gpus_per_node else {}),
+                placement_strategy="PACK" if hardware.gpus_per_node else "SPREAD",
+            ),
+            run_config=RunConfig(
+                name=run.trainer.name, storage_path=scratch, failure_config=FailureConfig(max_failures=run.trainer.max_failures)
+            ),
+        )
+        try:
+            trainer.fit()
+        except Exception as error:
+            failure.append(error)
+
+
+def work(payload: dict[str, Any]) -> None:
+    """What Ray Train runs in each worker. A refusal is returned, not raised: raised, Ray would retry it."""
+    import ray
+
+    from trainer.parallel import join_world
+    from trainer.train import train
+
+    if Path(payload["cwd"]).is_dir():  # a local run's paths are relative to where it was started
+        os.chdir(payload["cwd"])
+    control = ray.get_actor(Control.NAME)
+    asked: list[Any] = []
+
+    def stop_asked() -> bool:
+        """The answer to the last question that has one: the loop never waits for the head."""
+        if not asked:
+            asked.append(control.stopping.remote())
+        ready, _ = ray.wait(asked, timeout=0)
+        return bool(ready) and ray.get(asked.pop())
+
+    with join_world(stop_asked) as world:
+        try:
+            ending = train(RunFile.model_validate(payload["run"]), world, lambda row: control.add.remote(row))
+        except InputError as error:
+            ray.get(control.end.remote(None, str(error)))
+            return
+        if world.is_main:
+            ray.get(control.end.remote(ending, None))
+
+
+class Control:
+    """An actor on the head: carries rows from the workers to the driver, and a stop the other way."""
+
+    NAME = "ray-finetune-control"
+
+    def __init__(self) -> None:
+        self.rows: list[dict[str, Any]] = []
+        self.stop = False
+        self.how: tuple[str | None, str | None] = (None, None)
+
+    def add(self, row: dict[str, Any]) -> None:
+        self.rows.append(row)
+
+    def exchange(self, stop: bool) -> list[dict[str, Any]]:
+        """Takes note of a stop and hands out the rows that have come since the last call."""
+        self.stop = self.stop or stop
+        rows, self.rows = self.rows, []
+        return rows
+
+    def stopping(self) -> bool:
+        return self.stop
+
+    def end(self, ending: str | None, refusal: str | None) -> None:
+        self.how = (ending, refusal)
+
+    def ending(self) -> tuple[str | None, str | None]:
+        return self.how
+
+
+def _stop_on_signals(progress: Progress) -> threading.Event:
+    """An event that SIGTERM or SIGINT sets; a second SIGINT leaves at once, without saving."""
+    stop = threading.Event()
+
+    def handle(number: int, _frame: Any) -> None:
+        if stop.is_set() and number == signal.SIGINT:
+            raise KeyboardInterrupt
+        stop.set()
+        progress.say("stopping: saving a checkpoint first" + (" (Ctrl-C again: leave without)" if number == signal.SIGINT else ""))
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, handle)
+    return stop

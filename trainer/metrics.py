@@ -1,0 +1,103 @@
+"""What a run measures: tokens per second, model FLOPs utilisation, and the rows of metrics.jsonl."""
+
+import json
+import time
+from typing import Any
+
+import torch
+
+from trainer.parallel import World
+from trainer.storage import Storage
+
+# Dense bf16 peak in FLOP/s, from NVIDIA's data sheets (without sparsity), by the start of the device's name.
+PEAK_FLOPS = {
+    "NVIDIA H200": 989e12,
+    "NVIDIA H100": 989e12,
+    "NVIDIA B200": 2250e12,
+    "NVIDIA A100": 312e12,
+    "NVIDIA L40S": 362e12,
+    "NVIDIA L4": 121e12,
+    "NVIDIA A10G": 70e12,
+}
+FLUSH_SECONDS = 10  # metrics.jsonl is written whole, as S3 cannot append: not at every step
+
+
+def flops_per_token(num_parameters: int, num_layers: int, hidden_size: int, sequence_length: int) -> float:
+    """Model FLOPs of one trained token: 6N + 12·L·d·S.
+
+    PaLM (Chowdhery et al. 2022, appendix B): 6N for the parameters' matrix products forward and backward, 12·L·d·S
+    for attention over S tokens, causality not deducted. Recomputation does not count. N includes the embedding.
+    """
+    return 6 * num_parameters + 12 * num_layers * hidden_size * sequence_length
+
+
+def mfu(tokens_per_second: float, flops_of_token: float, device: torch.device, num_devices: int) -> float | None:
+    """Share of the devices' peak that `tokens_per_second` of all of them together uses; None for an unknown device."""
+    if device.type != "cuda":
+        return None
+    name = torch.cuda.get_device_name(device)
+    peak = next((flops for start, flops in PEAK_FLOPS.items() if name.startswith(start)), None)
+    return tokens_per_second * flops_of_token / (peak * num_devices) if peak else None
+
+
+class Meter:
+    """Speed since the last row. The first step, which compiles and allocates, is left out of it."""
+
+    def __init__(self, model: Any, sequence_length: int, num_steps: int, world: World):
+        shape = model.config.get_text_config()
+        count = sum(parameter.numel() for parameter in model.parameters())
+        self.flops = flops_per_token(count, shape.num_hidden_layers, shape.hidden_size, sequence_length)
+        self.num_steps, self.world = num_steps, world
+        self.tokens, self.steps, self.since = 0, 0, time.perf_counter()
+        self.seconds_per_step: float | None = None
+
+    def step(self, tokens: int) -> None:
+        self.tokens += tokens
+        self.steps += 1
+
+    def row(self, step: int, **values: float) -> dict[str, Any]:
+        """One line of metrics.jsonl; reading the values has waited for the device, so the clock is true."""
+        now = time.perf_counter()
+        speed = self.tokens / (now - self.since)
+        # Smoothed, so that the time left does not jump.
+        latest = (now - self.since) / self.steps
+        self.seconds_per_step = latest if self.seconds_per_step is None else 0.7 * self.seconds_per_step + 0.3 * latest
+        self.tokens, self.steps, self.since = 0, 0, now
+        return {
+            "step": step,
+            "num_steps": self.num_steps,
+            **values,
+            "tokens_per_second": round(speed, 1),
+            "mfu": mfu(speed, self.flops, self.world.device, self.world.size),
+            "seconds_left": round((self.num_steps - step) * self.seconds_per_step, 1),
+        }
+
+    def pause(self) -> None:
+        """Starts the clock again after work that is not training."""
+        self.tokens, self.steps, self.since = 0, 0, time.perf_counter()
+
+
+class Journal:
+    """metrics.jsonl: one row a logged step, kept through resumes. Only rank 0 has one."""
+
+    def __init__(self, storage: Storage, step: int):
+        self.storage = storage
+        self.rows = [row for row in read_rows(storage) if row["step"] <= step] if step else []
+        self.written = 0.0
+
+    def add(self, row: dict[str, Any]) -> None:
+        self.rows.append(row)
+        if time.monotonic() - self.written > FLUSH_SECONDS:
+            self.flush()
+
+    def flush(self) -> None:
+        self.storage.write("metrics.jsonl", "".join(json.dumps(row) + "\n" for row in self.rows).encode())
+        self.written = time.monotonic()
+
+
+def read_rows(storage: Storage) -> list[dict[str, Any]]:
+    """The rows of metrics.jsonl, none where there is no such file."""
+    try:
+        return [json.loads(line) for line in storage.read("metrics.jsonl").splitlines()]
+    except FileNotFoundError:
+        return []

@@ -1,0 +1,302 @@
+"""The model: where its files come from, its skeleton on the meta device, its weights, its loss and its export."""
+
+import fnmatch
+import json
+import os
+import shutil
+import tempfile
+import types
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from filelock import FileLock
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch.utils.checkpoint import checkpoint
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+from transformers.utils import is_flash_attn_2_available
+
+from trainer.config import InputError, ModelConfig, TrainerConfig
+from trainer.data import IGNORED
+from trainer.parallel import World
+from trainer.storage import Storage, open_storage
+
+LOSS_CHUNK = 1024  # tokens whose logits exist at once: 0.6 GB in float32 at a vocabulary of 150,000
+EXPORT_SHARD = 4 * 2**30  # bytes in one safetensors file
+WEIGHTS = (".safetensors", ".bin", ".gguf")
+
+
+def cache_folder() -> Path:
+    """Where models are kept between runs: RAY_FINETUNE_CACHE, or the user's cache."""
+    return Path(os.environ.get("RAY_FINETUNE_CACHE", "~/.cache/ray-finetune")).expanduser()
+
+
+def fetch_model(config: TrainerConfig, weights: bool) -> Path:
+    """A local folder with the base model, with or without its weights; InputError says what it lacks."""
+    model = config.model
+    if model.path.startswith("s3://"):
+        folder = _download(model.path, open_storage(model.path, config.storage), weights)
+    elif Path(model.path).is_dir():
+        folder = Path(model.path)
+        check_weights(model.path, [file.name for file in folder.iterdir()])
+    elif model.path.startswith((".", "/", "~")) or model.path.count("/") != 1:
+        raise InputError(f"model.path: {model.path} is no folder; give an existing one, an s3:// folder or a Hub id")
+    else:
+        folder = _from_hub(model, weights)
+    if model.gguf_file:
+        return _from_gguf(folder, model.gguf_file)
+    if not (folder / "config.json").is_file():
+        raise InputError(f"model.path: {model.path} holds no config.json; give the folder of a transformers model")
+    return folder
+
+
+def _download(uri: str, storage: Storage, weights: bool) -> Path:
+    keys = storage.list()
+    if not keys:
+        raise InputError(f"model.path: {uri} is empty; give a folder that holds a transformers model")
+    check_weights(uri, list(keys))
+    folder = cache_folder() / "models" / sha256(json.dumps([uri, sorted(keys.items())]).encode()).hexdigest()[:16]
+    folder.mkdir(parents=True, exist_ok=True)
+    with FileLock(folder / ".lock"):
+        for key, size in keys.items():
+            target = folder / key
+            complete = target.is_file() and target.stat().st_size == size
+            if not complete and (weights or not key.endswith(WEIGHTS)):
+                storage.download(key, target)
+    return folder
+
+
+def _from_hub(model: ModelConfig, weights: bool) -> Path:
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError, RepositoryNotFoundError, RevisionNotFoundError
+
+    wanted = ["*.json", "*.txt", "*.model", "*.jinja", *(["*.safetensors"] if weights else [])]
+    if model.gguf_file:
+        wanted = [model.gguf_file]
+    try:
+        return Path(snapshot_download(model.path, revision=model.revision, allow_patterns=wanted))
+    except (RepositoryNotFoundError, RevisionNotFoundError):
+        raise InputError(f"model.path: the Hub has no {model.path} at {model.revision or 'main'}; check both, and HF_TOKEN") from None
+    except (LocalEntryNotFoundError, HfHubHTTPError, OSError) as error:
+        raise InputError(f"model.path: {model.path} is no local folder, and the Hub did not give it ({error})") from None
+
+
+def check_weights(path: str, names: list[str]) -> None:
+    """InputError where a model folder's file names hold no weights that can be read."""
+    if not any(name.endswith((".safetensors", ".gguf")) for name in names):
+        raise InputError(f"model.path: {path} holds no *.safetensors weights; give a folder that does, or set model.gguf_file")
+
+
+def _from_gguf(folder: Path, name: str) -> Path:
+    """Dequantises a GGUF into a safetensors folder in the cache, once: transformers holds it whole to read it."""
+    source = folder / name
+    if not source.is_file():
+        raise InputError(f"model.gguf_file: {source} does not exist; name a file in model.path")
+    stat = source.stat()
+    target = cache_folder() / "models" / sha256(f"{source.resolve()} {stat.st_size} {stat.st_mtime_ns}".encode()).hexdigest()[:16]
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with FileLock(f"{target}.lock"):
+        if not target.is_dir():
+            partial = target.with_suffix(".partial")
+            shutil.rmtree(partial, ignore_errors=True)
+            model = AutoModelForCausalLM.from_pretrained(folder, gguf_file=name, dtype=torch.bfloat16)
+            model.save_pretrained(partial)
+            AutoTokenizer.from_pretrained(folder, gguf_file=name).save_pretrained(partial)
+            partial.rename(target)
+    return target
+
+
+def load_tokenizer(folder: Path) -> Any:
+    """The tokenizer of a model folder; InputError where it has no chat template."""
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    if not tokenizer.chat_template:
+        raise InputError(f"model.path: {folder} has no chat template; give a model whose tokenizer has one")
+    return tokenizer
+
+
+def check_vocabulary(folder: Path, tokenizer: Any) -> None:
+    """InputError where the tokenizer has tokens that the model has no embedding for."""
+    size = AutoConfig.from_pretrained(folder).get_text_config().vocab_size
+    if len(tokenizer) > size:
+        raise InputError(f"model.path: the tokenizer has {len(tokenizer)} tokens, the model {size}; give a tokenizer that belongs to it")
+
+
+def choose_attention(config: TrainerConfig, device: torch.device) -> str:
+    if config.attention != "auto":
+        return config.attention
+    return "flash_attention_2" if device.type == "cuda" and is_flash_attn_2_available() else "sdpa"
+
+
+def build_model(folder: Path, config: TrainerConfig, attention: str) -> Any:
+    """The model without weights: float32 parameters on the meta device, real buffers, frozen parameters marked."""
+    from accelerate import init_empty_weights
+
+    with init_empty_weights(include_buffers=False):
+        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder), dtype=torch.float32, attn_implementation=attention)
+    model.tie_weights()
+    for method in (supervised_loss, plain_logits):
+        setattr(model, method.__name__, types.MethodType(method, model))
+    for pattern in config.model.freeze:
+        names = fnmatch.filter((name for name, _ in model.named_parameters()), pattern)
+        if not names:
+            raise InputError(f"model.freeze: no parameter is named like {pattern}; names look like {next(model.named_parameters())[0]}")
+        for name in names:
+            model.get_parameter(name).requires_grad_(False)
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise InputError("model.freeze: every parameter is frozen, so nothing would train; narrow the patterns")
+    return model
+
+
+def load_pretrained(model: nn.Module, folder: Path) -> None:
+    """Copies the base model's weights into this rank's shards, reading from disk only the rows that it owns."""
+    where = {}
+    for file in sorted(folder.glob("*.safetensors")):
+        with safe_open(file, framework="pt") as weights:
+            where.update(dict.fromkeys(weights.keys(), file))
+    parameters = dict(model.named_parameters())
+    missing = sorted(set(parameters) - set(where))
+    if missing:
+        raise InputError(f"model.path: {folder} lacks the weights {', '.join(missing[:3])} ({len(missing)} in all); give a complete model")
+    for file in sorted(set(where.values())):
+        with safe_open(file, framework="pt") as weights:
+            for name in weights.keys() & parameters.keys():
+                _copy_rows(parameters[name], weights.get_slice(name), name)
+
+
+def _copy_rows(parameter: torch.Tensor, source: Any, name: str) -> None:
+    if list(source.get_shape()) != list(parameter.shape):
+        raise InputError(f"model.path: {name} has shape {source.get_shape()}, but config.json says {list(parameter.shape)}")
+    if not isinstance(parameter, DTensor):
+        parameter.data.copy_(source[:])
+        return
+    shape, offset = compute_local_shape_and_global_offset(parameter.shape, parameter.device_mesh, parameter.placements)
+    if shape[0]:
+        parameter.to_local().data.copy_(source[offset[0] : offset[0] + shape[0]])
+
+
+def supervised_loss(model: Any, input_ids: torch.Tensor, position_ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """Sum of the cross entropies of the supervised tokens, in float32; a method of the model, so that FSDP gathers for it.
+
+    The hidden states of ignored tokens never meet the head, and the logits of LOSS_CHUNK tokens at most exist at once:
+    each chunk is computed again in the backward pass.
+    """
+    hidden = model.base_model(input_ids=input_ids, position_ids=position_ids, use_cache=False).last_hidden_state
+    wanted = labels != IGNORED
+    hidden, labels = hidden[wanted], labels[wanted]
+    # The empty slice keeps every parameter in the graph: a rank without a label reduces gradients like the others.
+    total = logits(model, hidden[:0]).float().sum()
+    for start in range(0, len(labels), LOSS_CHUNK):
+        chunk = slice(start, start + LOSS_CHUNK)
+        total = total + checkpoint(_chunk_loss, model, hidden[chunk], labels[chunk], use_reentrant=False)
+    return total
+
+
+def _chunk_loss(model: Any, hidden: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    return F.cross_entropy(logits(model, hidden).float(), labels, reduction="sum")
+
+
+def logits(model: Any, hidden: torch.Tensor) -> torch.Tensor:
+    """The head's output as the model's own forward gives it, with the scalings that some families apply."""
+    config = model.config.get_text_config()
+    out = model.get_output_embeddings()(hidden)
+    if scale := getattr(config, "logit_scale", None):  # Cohere
+        out = out * scale
+    if scale := getattr(config, "logits_scaling", None):  # Granite
+        out = out / scale
+    if cap := getattr(config, "final_logit_softcapping", None):  # Gemma 2 and 3
+        out = torch.tanh(out / cap) * cap
+    return out
+
+
+def plain_logits(model: Any, input_ids: torch.Tensor) -> torch.Tensor:
+    """Logits by the path that supervised_loss takes; a method of the model as well."""
+    return logits(model, model.base_model(input_ids=input_ids, use_cache=False).last_hidden_state)
+
+
+@torch.no_grad()
+def check_head(model: Any, device: torch.device) -> None:
+    """InputError where `logits` is not what the model's own forward gives: the loss would be of another model."""
+    ids = torch.arange(1, 9, device=device).unsqueeze(0)
+    if not torch.allclose(model(input_ids=ids, use_cache=False).logits, model.plain_logits(ids), rtol=1e-2, atol=1e-2):
+        kind = model.config.model_type
+        raise InputError(f"model.path: {kind} models change their logits in a way that is not supported; use another family")
+
+
+@torch.no_grad()
+def answer(model: Any, tokenizer: Any, messages: list[dict[str, str]], max_new_tokens: int, device: torch.device) -> str:
+    """The model's greedy answer to a conversation. A collective: every rank gives the same arguments."""
+    inputs = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt", return_dict=True).to(device)
+    stop = [*_as_list(model.generation_config.eos_token_id), *_as_list(tokenizer.eos_token_id)]
+    output = model.generate(**inputs, max_new_tokens=max_new_tokens, do_sample=False, eos_token_id=stop, pad_token_id=stop[0] if stop else 0)
+    return tokenizer.decode(output[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True).strip()
+
+
+def _as_list(value: int | list[int] | None) -> list[int]:
+    return [] if value is None else [value] if isinstance(value, int) else value
+
+
+def export(model: Any, folder: Path, storage: Storage, end_of_turn: int | None, world: World) -> None:
+    """Writes `model/` of the run: safetensors in the base model's type, config, generation config and tokenizer.
+
+    A collective. One file's tensors at a time are gathered, and rank 0 alone writes. A tied head is left out, as
+    transformers itself leaves it out.
+    """
+    base = AutoConfig.from_pretrained(folder)
+    dtype = base.dtype if isinstance(base.dtype, torch.dtype) else torch.bfloat16
+    files = _split(model, dtype)
+    with tempfile.TemporaryDirectory() as scratch:
+        for name, tensors in files.items():
+            full = {key: _full(tensor).to(dtype) for key, tensor in tensors.items()}
+            if world.is_main:
+                save_file({key: tensor.cpu().contiguous() for key, tensor in full.items()}, f"{scratch}/{name}", {"format": "pt"})
+                storage.upload(Path(scratch, name), f"model/{name}")
+        if world.is_main:
+            _write_configs(Path(scratch), base, dtype, folder, end_of_turn)
+            if len(files) > 1:
+                index = {key: name for name, tensors in files.items() for key in tensors}
+                size = sum(tensor.numel() * dtype.itemsize for tensors in files.values() for tensor in tensors.values())
+                text = json.dumps({"metadata": {"total_size": size}, "weight_map": index}, indent=1)
+                Path(scratch, "model.safetensors.index.json").write_text(text)
+            for file in Path(scratch).iterdir():
+                storage.upload(file, f"model/{file.name}")
+
+
+def _split(model: nn.Module, dtype: torch.dtype) -> dict[str, dict[str, torch.Tensor]]:
+    parts: list[dict[str, torch.Tensor]] = [{}]
+    room = EXPORT_SHARD
+    persistent = model.state_dict().keys()
+    for name, tensor in [*model.named_parameters(), *((n, b) for n, b in model.named_buffers() if n in persistent)]:
+        size = tensor.numel() * dtype.itemsize
+        if size > room and parts[-1]:
+            parts.append({})
+            room = EXPORT_SHARD
+        parts[-1][name] = tensor
+        room -= size
+    if len(parts) == 1:
+        return {"model.safetensors": parts[0]}
+    return {f"model-{i:05d}-of-{len(parts):05d}.safetensors": part for i, part in enumerate(parts, start=1)}
+
+
+def _full(tensor: torch.Tensor) -> torch.Tensor:
+    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach()
+
+
+def _write_configs(target: Path, base: Any, dtype: torch.dtype, folder: Path, end_of_turn: int | None) -> None:
+    base.dtype = dtype
+    base.save_pretrained(target)
+    try:
+        generation = GenerationConfig.from_pretrained(folder)
+    except OSError:
+        generation = GenerationConfig.from_model_config(base)
+    # A base model's config stops only at the end of a text; the tuned one has learnt to end its turn.
+    stop = _as_list(generation.eos_token_id)
+    if end_of_turn is not None and end_of_turn not in stop:
+        generation.eos_token_id = [end_of_turn, *stop]
+    generation.save_pretrained(target)
+    AutoTokenizer.from_pretrained(folder).save_pretrained(target)

@@ -1,0 +1,58 @@
+"""AdamW, the learning rate as a function of the step, and the clipped norm of the whole model's gradient."""
+
+import math
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from trainer.config import OptimConfig, ScheduleConfig
+
+
+def build_optimizer(model: nn.Module, config: OptimConfig) -> torch.optim.AdamW:
+    """AdamW over the trained parameters, its moments made at once, so that they can be saved and loaded before step 1."""
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    groups = [
+        {"params": [p for p in trained if p.ndim >= 2], "weight_decay": config.weight_decay},
+        {"params": [p for p in trained if p.ndim < 2], "weight_decay": 0.0},
+    ]
+    groups = [group for group in groups if group["params"]]
+    optimizer = torch.optim.AdamW(groups, lr=config.lr, betas=(config.beta1, config.beta2), eps=config.eps, fused=True)
+    for parameter in trained:
+        optimizer.state[parameter] = {
+            "step": torch.zeros((), dtype=torch.float32, device=parameter.device),
+            "exp_avg": torch.zeros_like(parameter),
+            "exp_avg_sq": torch.zeros_like(parameter),
+        }
+    return optimizer
+
+
+def set_step(optimizer: torch.optim.Optimizer, step: int) -> None:
+    """Tells AdamW how many steps its moments have seen, for the correction of their bias."""
+    for state in optimizer.state.values():
+        state["step"].fill_(step)
+
+
+def learning_rate(step: int, num_steps: int, lr: float, config: ScheduleConfig) -> float:
+    """Learning rate of `step`, which counts from 1; the last step gets the lowest."""
+    if step <= config.warmup_steps:
+        return lr * step / config.warmup_steps
+    if config.name == "wsd":
+        decay = max(1, round(config.decay_fraction * num_steps))
+        left = min(1.0, (num_steps - step) / decay)
+    else:
+        left = (num_steps - step) / max(1, num_steps - config.warmup_steps)
+    share = {"constant": 1.0, "cosine": 0.5 * (1 - math.cos(math.pi * left))}.get(config.name, left)
+    return lr * (config.min_ratio + (1 - config.min_ratio) * share)
+
+
+def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
+    for group in optimizer.param_groups:
+        group["lr"] = lr
+
+
+def clip_gradients(model: nn.Module, clip_norm: float | None) -> torch.Tensor:
+    """Scales all gradients down to `clip_norm` and returns their L2 norm before, over all shards of all ranks."""
+    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), math.inf if clip_norm is None else clip_norm)
+    # A DTensor norm is a promise of a sum: read as it is, it would be this rank's part only.
+    return norm.full_tensor() if isinstance(norm, DTensor) else norm

@@ -1,0 +1,108 @@
+"""The process group, the device of this process, and how the model is cut over the processes."""
+
+import contextlib
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
+
+from trainer.config import TrainerConfig
+
+
+@dataclass
+class World:
+    """This process among all: `rank` of `size`, and whether anyone was asked to stop."""
+
+    rank: int
+    size: int
+    device: torch.device
+    mesh: DeviceMesh
+    stop_asked: Callable[[], bool]
+    _flag: torch.Tensor | None = None
+
+    @property
+    def is_main(self) -> bool:
+        return self.rank == 0
+
+    def stopping(self) -> bool:
+        """Whether all ranks stop after this step: true on all of them in the same step. A collective.
+
+        The answer is of the question one call before, so that a GPU never waits for the reduction it has just started.
+        """
+        before, self._flag = self._flag, torch.tensor([float(self.stop_asked())], device=self.device)
+        dist.all_reduce(self._flag, op=dist.ReduceOp.MAX)
+        return before is not None and bool(before.item())
+
+    def sum(self, *values: float) -> list[float]:
+        """Each value summed over all ranks. A collective."""
+        total = torch.tensor(values, dtype=torch.float64, device=self.device)
+        dist.all_reduce(total)
+        return total.tolist()
+
+    def main_first(self, work: Callable[[], Any]) -> Any:
+        """What `work` returns on rank 0, on every rank. A collective; an error there is raised everywhere."""
+        outcome: list[Any] = [None, None]
+        if self.is_main:
+            try:
+                outcome[0] = work()
+            except Exception as error:  # every rank must learn of it, or the others wait for ever
+                outcome[1] = error
+        dist.broadcast_object_list(outcome, src=0, device=self.device)
+        if outcome[1] is not None:
+            raise outcome[1]
+        return outcome[0]
+
+
+@contextlib.contextmanager
+def join_world(stop_asked: Callable[[], bool]) -> Iterator[World]:
+    """Joins the process group: Ray Train's where it made one, torchrun's where RANK is set, else a group of one."""
+    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+    device = torch.device("cuda", local_rank) if torch.cuda.is_available() else torch.device("cpu")
+    if dist.is_initialized() and device.type == "cuda":
+        device = torch.device("cuda", torch.cuda.current_device())
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    own = not dist.is_initialized()
+    if own:
+        backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+        alone = {} if "RANK" in os.environ else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
+        dist.init_process_group(backend, **alone)
+    try:
+        size = dist.get_world_size()
+        yield World(dist.get_rank(), size, device, init_device_mesh(device.type, (size,)), stop_asked)
+    finally:
+        if own:
+            dist.destroy_process_group()
+
+
+def compute_type(config: TrainerConfig, device: torch.device) -> torch.dtype:
+    """Type of activations and gathered weights; master weights are float32 whatever it is."""
+    if config.precision == "auto":
+        return torch.bfloat16 if device.type == "cuda" else torch.float32
+    return getattr(torch, config.precision)
+
+
+def shard(model: nn.Module, world: World, dtype: torch.dtype) -> FSDPModule:
+    """Shards a model on the meta device, block by block, and gives every rank the memory of its own shards only.
+
+    Blocks are the modules that the model's author says must not be split. Gradients are reduced in float32.
+    """
+    policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
+    for module in model.modules():
+        if type(module).__name__ in (model._no_split_modules or ()):  # pyright: ignore[reportOperatorIssue]
+            fully_shard(module, mesh=world.mesh, mp_policy=policy)
+    fully_shard(model, mesh=world.mesh, mp_policy=policy)
+    for method in ("supervised_loss", "plain_logits"):
+        register_fsdp_forward_method(model, method)
+    # Buffers hold computed values (rotary frequencies), which to_empty would lose.
+    buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    model.to_empty(device=world.device)
+    for name, buffer in model.named_buffers():
+        buffer.copy_(buffers[name])
+    return model  # pyright: ignore[reportReturnType]

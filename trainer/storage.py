@@ -1,0 +1,190 @@
+"""A run's folder on a local disk or in S3, behind one small interface.
+
+boto3 is the only S3 client of the project: it alone finds every kind of AWS credentials (Pod Identity, IRSA,
+refreshed sessions) and takes a custom endpoint and path-style addressing, and s3transfer moves large files in
+parallel parts. Keys are `/`-separated and relative to the folder.
+"""
+
+import os
+import shutil
+import tempfile
+from collections.abc import Iterable
+from pathlib import Path
+from typing import IO, Any, Protocol
+
+from trainer.config import InputError, StorageConfig
+
+
+class Storage(Protocol):
+    """What a run needs of the place it is kept in. A missing key raises FileNotFoundError."""
+
+    uri: str
+
+    def read(self, key: str) -> bytes: ...
+
+    def write(self, key: str, data: bytes, if_absent: bool = False) -> bool:
+        """Writes all or nothing; with `if_absent`, leaves an existing key alone and says False."""
+        ...
+
+    def list(self, prefix: str = "") -> dict[str, int]:
+        """Keys below `prefix` with their sizes in bytes."""
+        ...
+
+    def delete(self, keys: Iterable[str]) -> None: ...
+
+    def open(self, key: str) -> IO[bytes]:
+        """A seekable stream for reading."""
+        ...
+
+    def upload(self, source: Path, key: str) -> None:
+        """Puts a local file there, all or nothing. The file may be gone afterwards."""
+        ...
+
+    def download(self, key: str, target: Path) -> None: ...
+
+
+def open_storage(uri: str, config: StorageConfig) -> Storage:
+    """The storage at `uri`, with `config`'s endpoint, region and addressing."""
+    return S3Storage(uri, config) if uri.startswith("s3://") else LocalStorage(uri)
+
+
+def check_writable(storage: Storage) -> None:
+    """Writes, reads and deletes a probe; InputError says what the store answered."""
+    key, data = f".probe-{os.getpid()}", os.urandom(16)
+    try:
+        storage.write(key, data)
+        same = storage.read(key) == data
+        storage.delete([key])
+    except Exception as error:
+        raise InputError(
+            f"storage.uri: cannot write to {storage.uri} ({_reason(error)}); name a folder or bucket that this run may write to"
+        ) from None
+    if not same:
+        raise InputError(f"storage.uri: {storage.uri} returned other bytes than were written; use another store")
+
+
+def _reason(error: Exception) -> str:
+    return error.strerror or str(error) if isinstance(error, OSError) else str(error)
+
+
+class LocalStorage:
+    def __init__(self, root: str):
+        self.uri = root
+        self.root = Path(root)
+
+    def read(self, key: str) -> bytes:
+        return (self.root / key).read_bytes()
+
+    def write(self, key: str, data: bytes, if_absent: bool = False) -> bool:
+        target = self.root / key
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(dir=target.parent, prefix=".tmp-", delete=False) as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        if not if_absent:
+            os.replace(file.name, target)
+            return True
+        try:
+            os.link(file.name, target)
+            return True
+        except FileExistsError:
+            return False
+        finally:
+            os.unlink(file.name)
+
+    def list(self, prefix: str = "") -> dict[str, int]:
+        paths = (self.root / prefix).rglob("*")
+        return {str(path.relative_to(self.root)): path.stat().st_size for path in paths if path.is_file()}
+
+    def delete(self, keys: Iterable[str]) -> None:
+        for key in keys:
+            (self.root / key).unlink(missing_ok=True)
+            parent = (self.root / key).parent
+            while parent != self.root and parent.is_dir() and not any(parent.iterdir()):
+                parent.rmdir()
+                parent = parent.parent
+
+    def open(self, key: str) -> IO[bytes]:
+        return (self.root / key).open("rb")
+
+    def upload(self, source: Path, key: str) -> None:
+        target = self.root / key
+        target.parent.mkdir(parents=True, exist_ok=True)
+        partial = target.with_name(f".tmp-{os.getpid()}-{target.name}")
+        shutil.move(source, partial)
+        os.replace(partial, target)
+
+    def download(self, key: str, target: Path) -> None:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(self.root / key, target)
+
+
+class S3Storage:
+    def __init__(self, uri: str, config: StorageConfig):
+        import boto3
+        from botocore.config import Config
+
+        self.bucket, _, prefix = uri.removeprefix("s3://").partition("/")
+        # A doubled or trailing slash would be part of the key, and other tools would not find the object.
+        self.prefix = "/".join(part for part in prefix.split("/") if part)
+        self.uri = f"s3://{self.bucket}/{self.prefix}".rstrip("/")
+        self.client: Any = boto3.client(
+            "s3",
+            endpoint_url=config.endpoint_url,
+            region_name=config.region,
+            config=Config(
+                s3={"addressing_style": "path"} if config.path_style else None,
+                retries={"mode": "adaptive", "total_max_attempts": 8},
+                connect_timeout=10,
+            ),
+        )
+
+    def _key(self, key: str) -> str:
+        return f"{self.prefix}/{key}".strip("/") if self.prefix else key
+
+    def read(self, key: str) -> bytes:
+        return self._get(key)["Body"].read()
+
+    def _get(self, key: str, **arguments: str) -> Any:
+        try:
+            return self.client.get_object(Bucket=self.bucket, Key=self._key(key), **arguments)
+        except self.client.exceptions.NoSuchKey:
+            raise FileNotFoundError(f"{self.uri}/{key}") from None
+
+    def write(self, key: str, data: bytes, if_absent: bool = False) -> bool:
+        from botocore.exceptions import ClientError
+
+        condition = {"IfNoneMatch": "*"} if if_absent else {}
+        try:
+            self.client.put_object(Bucket=self.bucket, Key=self._key(key), Body=data, **condition)
+        except ClientError as error:
+            # 409: another conditional write to the key is under way, so that one wins.
+            if if_absent and error.response["ResponseMetadata"]["HTTPStatusCode"] in (409, 412):
+                return False
+            raise
+        return True
+
+    def list(self, prefix: str = "") -> dict[str, int]:
+        base = self._key(prefix)
+        pages = self.client.get_paginator("list_objects_v2").paginate(Bucket=self.bucket, Prefix=f"{base}/" if base else "")
+        skip = len(self.prefix) + 1 if self.prefix else 0
+        return {item["Key"][skip:]: item["Size"] for page in pages for item in page.get("Contents", [])}
+
+    def delete(self, keys: Iterable[str]) -> None:
+        for key in keys:
+            self.client.delete_object(Bucket=self.bucket, Key=self._key(key))
+
+    def open(self, key: str) -> IO[bytes]:
+        # DCP seeks in a shard many times; a local copy turns that into one parallel transfer.
+        file = tempfile.TemporaryFile()
+        self.client.download_fileobj(self.bucket, self._key(key), file)
+        file.seek(0)
+        return file
+
+    def upload(self, source: Path, key: str) -> None:
+        self.client.upload_file(str(source), self.bucket, self._key(key))
+
+    def download(self, key: str, target: Path) -> None:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        self.client.download_file(self.bucket, self._key(key), str(target))

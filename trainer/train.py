@@ -1,0 +1,148 @@
+"""One worker's part of a run: build, restore, train, save, evaluate, export. The loop reads top to bottom.
+
+The same function runs under Ray Train, under torchrun and as one process; who started it is behind `World`.
+"""
+
+import json
+import math
+from collections.abc import Callable
+from typing import Any, Literal
+
+import numpy as np
+import torch
+
+from trainer.checkpoint import Checkpoints
+from trainer.config import RunFile, TrainerConfig
+from trainer.data import MicroBatch, Plan, Tokens, epoch_zero, micro_batches, num_supervised, num_tokens
+from trainer.metrics import Journal, Meter
+from trainer.model import answer, build_model, check_head, choose_attention, export, fetch_model, load_pretrained, load_tokenizer
+from trainer.optim import build_optimizer, clip_gradients, learning_rate, set_learning_rate
+from trainer.parallel import World, compute_type, shard
+from trainer.storage import Storage, open_storage
+
+Ending = Literal["complete", "interrupted"]
+
+
+def train(run: RunFile, world: World, report: Callable[[dict[str, Any]], None]) -> Ending:
+    """Trains until the run's end or until someone asks to stop; `report` is told of every row of metrics.jsonl."""
+    config = run.trainer
+    storage = open_storage(run.uri, config.storage)
+    folder = fetch_model(config, weights=True)
+    tokens = Tokens.from_bytes(storage.read("data/train.npz"))
+    plan = Plan(tokens, config)
+
+    model = build_model(folder, config, choose_attention(config, world.device))
+    model = shard(model, world, compute_type(config, world.device))
+    optimizer = build_optimizer(model, config.optim)
+    checkpoints = Checkpoints(storage, config.checkpoint.keep, world)
+    step = checkpoints.restore(model, optimizer)
+    if step == 0:
+        load_pretrained(model, folder)
+        check_head(model, world.device)
+
+    journal = Journal(storage, step)
+    held_out = HeldOut(config, storage, folder, world)
+
+    def record(row: dict[str, Any]) -> None:
+        if world.is_main:
+            journal.add(row)
+            report(row)
+
+    if step == 0:
+        record({"step": 0, "num_steps": plan.num_steps, **held_out.measure(model, samples=True)})
+
+    meter = Meter(model, config.data.sequence_length, plan.num_steps, world)
+    stopping = False
+    while step < plan.num_steps and not stopping:
+        step += 1
+        packs = [plan.rows(number) for number in plan.step_packs(step)]
+        lr = learning_rate(step, plan.num_steps, config.optim.lr, config.schedule)
+        set_learning_rate(optimizer, lr)
+        torch.manual_seed(config.seed + step * world.size + world.rank)  # dropout, where a model has it
+        loss, norm = train_step(model, optimizer, tokens, packs, config, world)
+        meter.step(num_tokens(tokens, packs))
+
+        stopping = world.stopping()
+        last = stopping or step == plan.num_steps
+        saving = last or step % config.checkpoint.every_steps == 0
+        if saving or step % config.log_every_steps == 0:
+            record(meter.row(step, loss=finite(step, *world.sum(loss.item())), grad_norm=norm.item(), lr=lr))
+        if saving:
+            checkpoints.save(step, model, optimizer)
+            if world.is_main:
+                journal.flush()
+            meter.pause()
+        every = config.evaluate.every_steps
+        if every and step % every == 0 and not last:
+            record({"step": step, "num_steps": plan.num_steps, **held_out.measure(model, samples=False)})
+            meter.pause()
+
+    if step < plan.num_steps:
+        return "interrupted"
+    record({"step": step, "num_steps": plan.num_steps, **held_out.measure(model, samples=True)})
+    export(model, folder, storage, json.loads(storage.read("data/facts.json"))["end_of_turn"], world)
+    if world.is_main:
+        journal.flush()
+    return "complete"
+
+
+def train_step(
+    model: Any, optimizer: torch.optim.Optimizer, tokens: Tokens, packs: list[np.ndarray], config: TrainerConfig, world: World
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """One optimiser step over all packs; returns this rank's part of the loss and the gradient's norm before clipping.
+
+    The loss is a sum over tokens divided by the supervised tokens of the whole step, so that neither accumulation nor
+    the number of workers changes it. FSDP averages gradients over ranks; the factor `world.size` undoes that.
+    """
+    optimizer.zero_grad(set_to_none=True)
+    total = torch.zeros((), device=world.device)
+    weight = 1 / num_supervised(tokens, packs)
+    for batch in micro_batches(tokens, packs, config, world.rank, world.size):
+        loss = batch_loss(model, batch, world) * weight
+        (loss * world.size).backward()
+        total += loss.detach()
+    norm = clip_gradients(model, config.optim.clip_norm)
+    optimizer.step()
+    return total, norm
+
+
+def batch_loss(model: Any, batch: MicroBatch, world: World) -> torch.Tensor:
+    """Sum of the losses of a micro-batch's supervised tokens."""
+    move = [tensor.to(world.device, non_blocking=True) for tensor in (batch.input_ids, batch.position_ids, batch.labels)]
+    return model.supervised_loss(*move)
+
+
+def finite(step: int, loss: float) -> float:
+    """The loss, unless it is none: a run must not go on to save weights that are lost."""
+    if not math.isfinite(loss):
+        raise FloatingPointError(f"the loss of step {step} is {loss}; lower optim.lr, or raise schedule.warmup_steps")
+    return loss
+
+
+class HeldOut:
+    """What is measured on rows that are not trained on; without such rows, nothing."""
+
+    def __init__(self, config: TrainerConfig, storage: Storage, folder: Any, world: World):
+        self.config, self.world = config, world
+        self.tokens = Tokens.from_bytes(storage.read("data/eval.npz")) if config.data.eval else None
+        self.prompts = json.loads(storage.read("data/facts.json"))["prompts"]
+        self.tokenizer = load_tokenizer(folder) if self.prompts else None
+
+    @torch.no_grad()
+    def measure(self, model: Any, samples: bool) -> dict[str, Any]:
+        """Mean loss over exactly the supervised tokens, each once, and answers to the prompts. A collective."""
+        if self.tokens is None:
+            return {}
+        model.eval()
+        packs = epoch_zero(self.tokens, self.config)
+        total = torch.zeros((), dtype=torch.float64, device=self.world.device)
+        for batch in micro_batches(self.tokens, packs, self.config, self.world.rank, self.world.size):
+            total += batch_loss(model, batch, self.world)
+        row: dict[str, Any] = {"eval_loss": self.world.sum(total.item())[0] / num_supervised(self.tokens, packs)}
+        if samples:
+            row["samples"] = [prompt | {"answer": self._answer(model, prompt)} for prompt in self.prompts]
+        model.train()
+        return row
+
+    def _answer(self, model: Any, prompt: dict[str, Any]) -> str:
+        return answer(model, self.tokenizer, prompt["messages"], self.config.evaluate.max_new_tokens, self.world.device)
