@@ -18,7 +18,7 @@ BIN := .tools/bin
 TOOLS := helm helm-unittest kubeconform versitygw actionlint helm-docs
 CHART := charts/ray-finetune
 ENVIRONMENTS := $(wildcard environments/*/values.yaml)
-SCRIPTS := .ci/run $(shell git ls-files '*.sh')
+SCRIPTS := .ci/run $(shell git ls-files '*.sh' 2>/dev/null)
 VERSION := $(shell sed -n 's/^version = "\(.*\)"$$/\1/p' pyproject.toml)
 WITH_TOOLS := PATH="$(CURDIR)/$(BIN):$(CURDIR)/.venv/bin:$$PATH"
 
@@ -91,9 +91,9 @@ lock: .venv/bin/uv ## Lock the Python packages again, for this machine and for t
 # ---- Package ---------------------------------------------------------------------------------------------------------
 
 .PHONY: wheel
-wheel: .venv/.stamp ## Build the trainer's wheel into dist/
+wheel: .venv/bin/uv ## Build the trainer's wheel into dist/
 	@rm -f dist/*.whl
-	.venv/bin/python -m hatchling build --target wheel --directory dist
+	.venv/bin/uv build --wheel --build-constraints requirements.lock --require-hashes --out-dir dist
 
 .PHONY: image
 image: wheel ## Build the image on top of the Ray Train DLC; BUILDER=buildah, IMAGE=name, BASE_IMAGE=reference
@@ -102,7 +102,7 @@ image: wheel ## Build the image on top of the Ray Train DLC; BUILDER=buildah, IM
 
 .PHONY: package
 package: $(BIN)/helm ## Package the chart into dist/
-	@mkdir -p dist
+	@rm -f dist/*.tgz
 	$(BIN)/helm package $(CHART) --destination dist
 
 .PHONY: version
@@ -143,8 +143,8 @@ helm-flags = $$(minor=$(call go-version,helm,k8s.io/client-go); minor=$${minor\#
 # A helm of a supported version that is on PATH is used as it is, through a script of one line.
 $(BIN)/helm: tests/tools/helm/go.mod tests/tools/helm/go.sum
 	@mkdir -p $(@D)
-	@found=$$(type -P helm || true); \
-	if [[ -n "$$found" && ! "$$found" -ef $@ && "$$("$$found" version --short 2>/dev/null)" =~ ^v(3\.(1[7-9]|[2-9][0-9])|4)\. ]]; then \
+	@found=$$(PATH="$${PATH//"$(CURDIR)/$(BIN)":/}"; type -P helm || true); \
+	if [[ -n "$$found" && "$$("$$found" version --short 2>/dev/null)" =~ ^v(3\.(1[7-9]|[2-9][0-9])|4)\. ]]; then \
 	  echo "Using $$found"; rm -f $@; printf '#!/bin/sh\nexec "%s" "$$@"\n' "$$found" > $@; chmod +x $@; \
 	else \
 	  rm -f $@; $(call go-build,helm,helm.sh/helm/v3/cmd/helm,-X helm.sh/helm/v3/internal/version.version=$(call go-version,helm,helm.sh/helm/v3) $(helm-flags)); \
