@@ -27,6 +27,7 @@ CPU = {"trainer": TRAINER, "workers": {"nodes": 2, "cpu": 2, "memory": "4Gi"}}
 GPU = {"trainer": TRAINER, "workers": {"instanceType": "g6.12xlarge", "nodes": 2}}
 
 Objects = dict[str, dict[str, Any]]
+ANSWERS: dict[str, subprocess.CompletedProcess[str]] = {}
 
 
 class Yaml12Loader(yaml.CSafeLoader):
@@ -54,7 +55,15 @@ def merged(base: dict[str, Any], *overrides: dict[str, Any]) -> dict[str, Any]:
     return result
 
 
-def helm_template(
+def helm_template(values: dict[str, Any] | Path, **options: Any) -> subprocess.CompletedProcess[str]:
+    """Runs `helm template`; the same question is asked once."""
+    key = json.dumps([str(values) if isinstance(values, Path) else values, options], default=str)
+    if key not in ANSWERS:
+        ANSWERS[key] = run_helm_template(values, **options)
+    return ANSWERS[key]
+
+
+def run_helm_template(
     values: dict[str, Any] | Path,
     release: str = "demo",
     namespace: str = "training",

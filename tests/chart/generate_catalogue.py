@@ -6,6 +6,7 @@ python tests/chart/generate_catalogue.py [--check]
 import csv
 import sys
 from pathlib import Path
+from typing import Any
 
 import yaml
 
@@ -22,13 +23,13 @@ HEADER = """\
 """
 
 
-def value_of(column: str, text: str) -> object:
+def value_of(column: str, text: str) -> Any:
     if text in FLAGS:
         return FLAGS[text]
     return text if column == "gpu_model" else int(text)
 
 
-def catalogue() -> dict[str, dict[str, object]]:
+def catalogue() -> dict[str, dict[str, Any]]:
     with (HERE / "instance-types.csv").open(newline="") as file:
         return {
             row["instance_type"]: {c: value_of(c, t) for c, t in row.items() if c not in LEFT_OUT}

@@ -36,7 +36,7 @@ autoscalerOptions:
   resources:
     requests: {cpu: 500m, memory: 1Gi}
     limits: {cpu: 500m, memory: 1Gi}
-  securityContext: {{- include "ray-finetune.containerSecurityContext" . | nindent 4 }}
+  securityContext: {{- include "ray-finetune.containerSecurityContext" (dict "root" .root "role" "autoscaler") | nindent 4 }}
   volumeMounts:
     - {name: tmp, mountPath: /tmp}
     - {name: ray, mountPath: /tmp/ray}
@@ -59,10 +59,10 @@ workerGroupSpecs:
     template: {{- include "ray-finetune.pod" (dict "root" .root "run" .run "role" "worker" "node" $node) | nindent 6 }}
 {{- end -}}
 
-{{- /* Follows the driver's log, with KubeRay's small submitter, or with the whole training image where that is null. */ -}}
+{{- /* (dict "root" $ "run" NAME "role" "submitter"). Follows the driver's log, with KubeRay's small submitter, or with the whole training image where that is null. */ -}}
 {{- define "ray-finetune.submitter" -}}
 {{- $values := .root.Values -}}
-metadata: {{- include "ray-finetune.podMetadata" (merge (dict "role" "submitter") .) | nindent 2 }}
+metadata: {{- include "ray-finetune.podMetadata" . | nindent 2 }}
 spec:
   restartPolicy: Never
   automountServiceAccountToken: false

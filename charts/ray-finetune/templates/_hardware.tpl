@@ -2,11 +2,13 @@
 
 {{- /*
 Room for what every EKS node runs beside the worker (CNI, kube-proxy, device plugins, log and metric agents): one CPU,
-and 2 GiB with 2 % of the memory, since the catalogue's allocatable memory is an estimate.
+and 2 GiB with 2 % of the memory, since the catalogue's allocatable memory is an estimate. Amazon Linux sets 5128 huge
+pages of 2 MiB aside on a node with EFA.
 */ -}}
 {{- define "ray-finetune.usable" -}}
 {{- $cpus := div (sub .alloc_cpu_m 1000) 1000 -}}
-{{- $gib := div (sub .alloc_mem_mib (add 2048 (div .alloc_mem_mib 50))) 1024 -}}
+{{- $hugepages := gt (int .efa) 0 | ternary 10256 0 -}}
+{{- $gib := div (sub .alloc_mem_mib (add 2048 (div .alloc_mem_mib 50) $hugepages)) 1024 -}}
 {{- dict "cpu_m" (mul $cpus 1000) "memory_mib" (mul $gib 1024) | toJson -}}
 {{- end -}}
 

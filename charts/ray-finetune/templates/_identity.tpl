@@ -17,7 +17,7 @@ deadlines and retries, which are edited in place, and the chart's version.
 {{- end -}}
 
 {{- define "ray-finetune.runName" -}}
-{{- $nameless := dict "root" . "run" "" -}}
+{{- $nameless := dict "root" . "run" "" "role" "submitter" -}}
 {{- $cluster := include "ray-finetune.cluster" $nameless | fromYaml -}}
 {{- $submitter := include "ray-finetune.submitter" $nameless | fromYaml -}}
 {{- $templates := list $cluster.headGroupSpec.template $submitter -}}

@@ -3,23 +3,6 @@ The pod of the head and of a worker: (dict "root" $ "role" "head" or "worker" "r
 name renders the pod that the run's hash is taken of.
 */ -}}
 
-{{- define "ray-finetune.podSecurityContext" -}}
-runAsNonRoot: true
-runAsUser: 1000
-runAsGroup: 1000
-fsGroup: 1000
-fsGroupChangePolicy: OnRootMismatch
-seccompProfile:
-  type: RuntimeDefault
-{{- end -}}
-
-{{- define "ray-finetune.containerSecurityContext" -}}
-allowPrivilegeEscalation: false
-readOnlyRootFilesystem: true
-capabilities:
-  drop: [ALL]
-{{- end -}}
-
 {{- define "ray-finetune.podMetadata" -}}
 labels:
   {{- with .root.Values.podLabels }}
@@ -55,6 +38,10 @@ spec:
   {{- include "ray-finetune.imagePullSecrets" .root }}
   terminationGracePeriodSeconds: {{ $values.lifecycle.terminationGracePeriodSeconds | int }}
   {{- include (printf "ray-finetune.%sPlacement" .role) . }}
+  {{- if eq (include "ray-finetune.claimsEfa" .) "true" }}
+  resourceClaims:
+    - {name: efa, resourceClaimTemplateName: {{ include "ray-finetune.claimTemplateName" . | quote }}}
+  {{- end }}
   securityContext: {{- include "ray-finetune.podSecurityContext" . | nindent 4 }}
   containers:
     - name: ray-{{ .role }}
@@ -71,7 +58,8 @@ spec:
       resources: {{- include "ray-finetune.resources" . | nindent 8 }}
       securityContext: {{- include "ray-finetune.containerSecurityContext" . | nindent 8 }}
       volumeMounts:
-        - {name: run, mountPath: /etc/ray-finetune, readOnly: true}
+        {{- /* One file, not the folder: the image keeps a script there. */}}
+        - {name: run, mountPath: /etc/ray-finetune/run.json, subPath: run.json, readOnly: true}
         - {name: tmp, mountPath: /tmp}
         - {name: ray, mountPath: /tmp/ray}
         - {name: cache, mountPath: /cache}
@@ -80,49 +68,4 @@ spec:
         - {name: shm, mountPath: /dev/shm}
         {{- end }}
   volumes: {{- include "ray-finetune.volumes" . | nindent 4 }}
-{{- end -}}
-
-{{- define "ray-finetune.resources" -}}
-{{- /* Requests equal limits: extended resources ask for it, and the kubelet evicts a Guaranteed pod last. */ -}}
-requests: {{- include "ray-finetune.amounts" . | nindent 2 }}
-limits: {{- include "ray-finetune.amounts" . | nindent 2 }}
-{{- end -}}
-
-{{- define "ray-finetune.amounts" -}}
-cpu: {{ include "ray-finetune.cpu" .node.cpu_m | quote }}
-memory: {{ include "ray-finetune.memory" .node.memory_mib }}
-{{- if eq .role "worker" }}
-{{- with int .node.gpus }}
-nvidia.com/gpu: {{ . | quote }}
-{{- end }}
-{{- with int .node.efa }}
-vpc.amazonaws.com/efa: {{ . | quote }}
-{{- end }}
-{{- end }}
-{{- end -}}
-
-{{- define "ray-finetune.volumes" -}}
-- name: run
-  configMap:
-    name: {{ include "ray-finetune.configMapName" .root }}
-- name: tmp
-  emptyDir: {}
-- name: ray
-  emptyDir: {}
-- name: cache
-  {{- if .root.Values.modelCache.claim }}
-  persistentVolumeClaim:
-    claimName: {{ .root.Values.modelCache.claim | quote }}
-  {{- else }}
-  emptyDir: {{- with .root.Values.modelCache.size }}
-    sizeLimit: {{ include "ray-finetune.mebibytes" . | include "ray-finetune.memory" }}
-    {{- else }} {}
-    {{- end }}
-  {{- end }}
-{{- if and (eq .role "worker") .root.Values.workers.shm }}
-- name: shm
-  emptyDir:
-    medium: Memory
-    sizeLimit: {{ include "ray-finetune.mebibytes" .root.Values.workers.shm | include "ray-finetune.memory" }}
-{{- end }}
 {{- end -}}

@@ -74,6 +74,11 @@ are the schema's. Each check returns nothing or fails.
 {{- if lt (int64 $node.cpu_m) (mul 1000 (int $node.gpus)) -}}
 {{- fail (printf "workers.cpu is %s, but each of %d GPUs needs one CPU for its worker: write at least %d" (include "ray-finetune.cpu" $node.cpu_m) (int $node.gpus) (int $node.gpus)) -}}
 {{- end -}}
+{{- with $workers.hugepages2Mi -}}
+{{- if mod (include "ray-finetune.mebibytes" .) 2 -}}
+{{- fail (printf "workers.hugepages2Mi is %s, but pages are of 2Mi: write a multiple of 2Mi" .) -}}
+{{- end -}}
+{{- end -}}
 {{- with $workers.shm -}}
 {{- if gt (include "ray-finetune.mebibytes" . | int64) (int64 $node.memory_mib) -}}
 {{- fail (printf "workers.shm is %s, but it is part of the pod's memory, which is %s: write less, or leave it out" . (include "ray-finetune.memory" $node.memory_mib)) -}}

@@ -11,6 +11,9 @@
 {{- if and (int $node.efa) (not (int $node.gpus)) -}}
 {{- fail (printf "workers.efa is %d, but workers.gpus is 0 and training on CPUs does not use EFA: leave workers.efa out" (int $node.efa)) -}}
 {{- end -}}
+{{- if and .Values.efa.lockMemory (not (int $node.efa)) -}}
+{{- fail "efa.lockMemory is true, but workers ask for no EFA interface and only EFA locks memory: leave it out" -}}
+{{- end -}}
 {{- $row := include "ray-finetune.catalogue" . | fromJson -}}
 {{- if and (eq (toString .Values.env.FI_EFA_USE_DEVICE_RDMA) "1") (eq (toString $row.efa_rdma_read) "false") -}}
 {{- fail (printf "env.FI_EFA_USE_DEVICE_RDMA is 1, but EFA of %s cannot read by RDMA and libfabric would abort: leave it out" .Values.workers.instanceType) -}}
