@@ -85,10 +85,16 @@ def run_helm_template(
     ]
     if isinstance(values, Path):
         return subprocess.run([*command, "-f", str(values)], capture_output=True, text=True)
-    with tempfile.NamedTemporaryFile("w", suffix=".json") as file:
-        json.dump(values, file)
+    with tempfile.NamedTemporaryFile("w", suffix=".json", encoding="utf-8") as file:
+        file.write(yaml_text(values))
         file.flush()
         return subprocess.run([*command, "-f", file.name], capture_output=True, text=True)
+
+
+def yaml_text(values: dict[str, Any]) -> str:
+    """JSON that is also YAML: no surrogate pairs, and nothing raw that YAML does not allow."""
+    text = json.dumps(values, ensure_ascii=False)
+    return re.sub("[\x7f-\x9f\u2028\u2029\ufeff\ufffe\uffff]", lambda match: f"\\u{ord(match[0]):04x}", text)
 
 
 def parse(manifest: str) -> Objects:

@@ -4,7 +4,7 @@ import subprocess
 
 import pytest
 import yaml
-from chart import CHART, CI_VALUES, ENVIRONMENTS, ROOT, helm_template, render, run_file, tool
+from chart import CHART, CI_VALUES, ENVIRONMENTS, ROOT, Yaml12Loader, helm_template, render, run_file, tool
 from kube_schemas import write_schemas
 
 from trainer.config import RunFile
@@ -39,7 +39,7 @@ def test_an_object_that_does_not_fit_is_found(right, wrong):
 @shipped
 def test_its_run_file_is_what_the_trainer_reads_and_holds_the_trainer_settings_verbatim(values):
     run = run_file(render(values))
-    assert run["trainer"] == yaml.safe_load(values.read_text())["trainer"]
+    assert run["trainer"] == yaml.load(values.read_text(), Yaml12Loader)["trainer"]
     RunFile.model_validate(run)
 
 

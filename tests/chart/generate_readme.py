@@ -1,0 +1,40 @@
+"""Writes charts/ray-finetune/README.md from README.md.gotmpl and the comments in values.yaml, with helm-docs.
+
+python tests/chart/generate_readme.py [--check]
+"""
+
+import subprocess
+import sys
+
+from chart import CHART, tool
+
+README = CHART / "README.md"
+
+
+def render() -> str:
+    command = [
+        tool("helm-docs"),
+        "--dry-run",
+        "--sort-values-order",
+        "file",
+        "--log-level",
+        "error",
+        "--chart-search-root",
+        str(CHART),
+    ]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip() + "\n"
+
+
+def main() -> int:
+    text = render()
+    if "--check" not in sys.argv:
+        README.write_text(text)
+        return 0
+    if README.exists() and README.read_text() == text:
+        return 0
+    print(f"{README} is out of date; run python tests/chart/generate_readme.py")
+    return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
