@@ -40,6 +40,11 @@ def mfu(tokens_per_second: float, flops_of_token: float, device: torch.device, n
     return tokens_per_second * flops_of_token / (peak * num_devices) if peak else None
 
 
+def _peak_memory(device: torch.device) -> float | None:
+    """GiB that tensors have filled on this rank's GPU at most; None on a CPU."""
+    return round(torch.cuda.max_memory_allocated(device) / 2**30, 2) if device.type == "cuda" else None
+
+
 class Meter:
     """Speed since the last row. The first step, which compiles and allocates, is left out of it."""
 
@@ -69,6 +74,7 @@ class Meter:
             **values,
             "tokens_per_second": round(speed, 1),
             "mfu": mfu(speed, self.flops, self.world.device, self.world.size),
+            "gpu_memory_gib": _peak_memory(self.world.device),
             "seconds_left": round((self.num_steps - step) * self.seconds_per_step, 1),
         }
 
@@ -86,6 +92,8 @@ class Journal:
         self.written = 0.0
 
     def add(self, row: dict[str, Any]) -> None:
+        # A run that died after its last step measures that step again.
+        self.rows = [old for old in self.rows if old["step"] != row["step"] or ("loss" in old) != ("loss" in row)]
         self.rows.append(row)
         if time.monotonic() - self.written > FLUSH_SECONDS:
             self.flush()

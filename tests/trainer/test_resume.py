@@ -1,0 +1,102 @@
+"""A run that was stopped goes on as if it had not been."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from processes import run_processes
+from runs import run_training, weights
+from tiny import settings
+
+
+def losses(results: list[dict[str, Any]]) -> dict[int, float]:
+    """Loss by step over several attempts; a step that was logged twice must have had the same loss."""
+    found: dict[int, float] = {}
+    for result in results:
+        for row in result["rows"]:
+            if "loss" in row:
+                assert found.setdefault(row["step"], row["loss"]) == row["loss"]
+    return found
+
+
+def shared_settings(folder: Path, name: str, **changes: Any) -> dict[str, Any]:
+    return settings(folder, storage={"uri": str(folder / name)}, **changes)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("resume")
+
+
+@pytest.fixture(scope="module")
+def whole(folder: Path) -> dict[str, Any]:
+    return run_processes(2, run_training, shared_settings(folder, "whole"))[0]
+
+
+def test_interrupted_twice_and_resumed_ends_in_bitwise_equal_weights(folder: Path, whole: dict[str, Any]) -> None:
+    values = shared_settings(folder, "twice", checkpoint={"every_steps": 100})
+    parts = [run_processes(2, run_training, values, stop)[0] for stop in (1, 4, None)]
+    assert [part["ending"] for part in parts] == ["interrupted", "interrupted", "complete"]
+    assert losses(parts) == losses([whole])
+    kept, again = weights(whole["uri"]), weights(parts[0]["uri"])
+    assert kept.keys() == again.keys()
+    assert all(torch.equal(kept[name], again[name]) for name in kept)
+
+
+def test_another_number_of_workers_resumes_with_the_same_losses(folder: Path, whole: dict[str, Any]) -> None:
+    values = shared_settings(folder, "elastic")
+    parts = [run_processes(size, run_training, values, stop)[0] for size, stop in ((2, 1), (3, 4), (1, None))]
+    assert parts[-1]["ending"] == "complete"
+    kept = losses([whole])
+    assert losses(parts) == pytest.approx(kept, rel=1e-4)
+    assert sorted(kept) == list(range(1, 9))
+
+
+def test_a_damaged_checkpoint_is_passed_over_for_the_one_before_it(folder: Path, whole: dict[str, Any]) -> None:
+    values = shared_settings(folder, "damaged")
+    first = run_processes(2, run_training, values, 3)[0]
+    checkpoints = sorted(Path(first["uri"], "checkpoints").iterdir())
+    assert [path.name[:13] for path in checkpoints] == ["step-00000004", "step-00000005"]
+    shard = checkpoints[-1] / "__0_0.distcp"
+    data = bytearray(shard.read_bytes())
+    data[len(data) // 2] ^= 1
+    shard.write_bytes(data)
+    second = run_processes(2, run_training, values)[0]
+    assert [row["step"] for row in second["rows"] if "loss" in row] == [5, 6, 7, 8]
+    assert losses([first, second]) == losses([whole])
+
+
+@pytest.mark.parametrize("leftover", ["no manifest", "half a manifest", "truncated shard", "missing shard"])
+def test_a_half_written_checkpoint_does_not_exist(folder: Path, whole: dict[str, Any], leftover: str) -> None:
+    values = shared_settings(folder, leftover.replace(" ", "-"))
+    first = run_processes(1, run_training, values, 3)[0]
+    newest = sorted(Path(first["uri"], "checkpoints").iterdir())[-1]
+    assert newest.name == "step-00000005.a0001"
+    manifest, shard = newest / "manifest.json", newest / "__0_0.distcp"
+    match leftover:
+        case "no manifest":
+            manifest.unlink()
+        case "half a manifest":
+            manifest.write_bytes(manifest.read_bytes()[: manifest.stat().st_size // 2])
+        case "truncated shard":
+            shard.write_bytes(shard.read_bytes()[:-1])
+        case "missing shard":
+            shard.unlink()
+    second = run_processes(1, run_training, values)[0]
+    assert [row["step"] for row in second["rows"] if "loss" in row] == [5, 6, 7, 8]
+    assert second["ending"] == "complete"
+
+
+def test_retention_keeps_the_newest_complete_checkpoints(whole: dict[str, Any]) -> None:
+    names = sorted(path.name for path in Path(whole["uri"], "checkpoints").iterdir())
+    assert names == ["step-00000006.a0001", "step-00000008.a0001"]
+
+
+def test_metrics_are_one_row_a_step_through_interruptions(folder: Path, whole: dict[str, Any]) -> None:
+    for name in ("whole", "twice", "elastic", "damaged"):
+        uri = next((folder / name).iterdir())
+        rows = [json.loads(line) for line in (uri / "metrics.jsonl").read_text().splitlines()]
+        assert [row["step"] for row in rows if "loss" in row] == list(range(1, 9)), name
+        assert [row["step"] for row in rows if "eval_loss" in row] == [0, 8], name
