@@ -7,6 +7,7 @@ read these models. It owns names, bounds, defaults and the fingerprint; it touch
 import difflib
 import hashlib
 import json
+import re
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, Literal, TypeVar, get_args
@@ -275,10 +276,12 @@ def load_settings(model: type[S], path: Path, overrides: Iterable[str] = ()) -> 
     except OSError as error:
         raise InputError(f"{path}: {error.strerror}; give an existing settings file") from None
     try:
-        raw = yaml.safe_load(text)
+        raw = json.loads(text) if path.suffix == ".json" else parse_yaml(text)
+    except json.JSONDecodeError as error:
+        raise InputError(f"{path}:{error.lineno}: not valid JSON ({error.msg}); mend that line") from None
     except yaml.YAMLError as error:
         line = error.problem_mark.line + 1 if isinstance(error, yaml.MarkedYAMLError) and error.problem_mark else 1
-        raise InputError(f"{path}:{line}: not valid JSON or YAML; mend that line") from None
+        raise InputError(f"{path}:{line}: not valid YAML; mend that line") from None
     if not isinstance(raw, dict):
         raise InputError(f"{path}: holds no settings; write at least name, model and data")
     for text in overrides:
@@ -296,6 +299,19 @@ def parse_settings(model: type[S], raw: Any, where: str) -> S:
         raise InputError(f"{where}: {_sentence(model, problems[0])}") from None
 
 
+class _Loader(yaml.SafeLoader):
+    """YAML 1.1 reads 2e-05 and 1e+06 as text; here they are numbers, as they are in JSON."""
+
+
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float", re.compile(r"^[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)[eE][-+]?[0-9]+$"), list("-+.0123456789")
+)
+
+
+def parse_yaml(text: str) -> Any:
+    return yaml.load(text, Loader=_Loader)
+
+
 def override(raw: dict[str, Any], text: str) -> None:
     """Applies one `a.b=value` to settings not yet validated."""
     key, equals, value = text.partition("=")
@@ -306,7 +322,7 @@ def override(raw: dict[str, Any], text: str) -> None:
         raw = raw.setdefault(parent, {})
         if not isinstance(raw, dict):
             raise InputError(f"--set {text}: {parent} is a single value, not a section")
-    raw[last] = yaml.safe_load(value)
+    raw[last] = parse_yaml(value)
 
 
 def _sentence(model: type[BaseModel], problem: Any) -> str:

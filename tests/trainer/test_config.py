@@ -46,11 +46,20 @@ def test_a_missing_setting_is_named() -> None:
         with_(data={})
 
 
-@pytest.mark.parametrize(("text", "line"), [('{"name": "demo",\n "model": }', 2), ("name: demo\nmodel: [", 2)])
-def test_a_file_that_does_not_parse_is_named_with_its_line(tmp_path: Path, text: str, line: int) -> None:
-    (tmp_path / "run.json").write_text(text)
-    with pytest.raises(InputError, match=rf"run\.json:{line}: not valid JSON or YAML"):
-        load_settings(RunFile, tmp_path / "run.json")
+@pytest.mark.parametrize(
+    ("name", "text", "sentence"),
+    [
+        ("run.json", '{"trainer": {},\n "hardware": }', "run.json:2: not valid JSON (Expecting value)"),
+        ("run.yaml", "trainer: {}\nhardware: [", "run.yaml:2: not valid YAML"),
+        ("run.json", "[]", "run.json: holds no settings"),
+        ("run.yaml", "", "run.yaml: holds no settings"),
+    ],
+)
+def test_a_file_that_does_not_parse_is_named_with_its_line(tmp_path: Path, name: str, text: str, sentence: str) -> None:
+    (tmp_path / name).write_text(text)
+    with pytest.raises(InputError) as refused:
+        load_settings(RunFile, tmp_path / name)
+    assert str(refused.value).startswith(f"{tmp_path}/{sentence}")
 
 
 def test_numbers_arrive_as_helm_and_people_write_them(tmp_path: Path) -> None:
