@@ -17,7 +17,8 @@ PYTEST_ARGS ?=
 BIN := .tools/bin
 TOOLS := helm helm-unittest kubeconform versitygw actionlint helm-docs
 CHART := charts/ray-finetune
-ENVIRONMENTS := $(wildcard environments/*/values.yaml)
+# What the chart is linted with: each environment, and the values files that ct installs.
+VALUES := $(wildcard environments/*/values.yaml $(CHART)/ci/*-values.yaml)
 SCRIPTS := .ci/run $(shell git ls-files '*.sh' 2>/dev/null)
 VERSION := $(shell sed -n 's/^version = "\(.*\)"$$/\1/p' pyproject.toml)
 WITH_TOOLS := PATH="$(CURDIR)/$(BIN):$(CURDIR)/.venv/bin:$$PATH"
@@ -61,15 +62,16 @@ lint-workflows: .venv/.stamp $(BIN)/actionlint
 	$(BIN)/actionlint -shellcheck .venv/bin/shellcheck
 
 lint-chart: $(BIN)/helm
-	@for values in $(ENVIRONMENTS); do \
+	@for values in $(VALUES); do \
 	  echo "helm lint --strict $(CHART) --values $$values"; \
 	  $(BIN)/helm lint --strict --quiet $(CHART) --values "$$values"; \
 	done
 
 .PHONY: verify
-verify: lint .venv/.stamp ## Check that every generated file is what its source gives, and lint
+verify: lint .venv/.stamp $(BIN)/helm-docs ## Check that every generated file is what its source gives, and lint
 	.venv/bin/python tests/chart/generate_catalogue.py --check
 	.venv/bin/python tests/chart/generate_schema.py --check
+	.venv/bin/python tests/chart/generate_readme.py --check
 	.venv/bin/python tests/tools/lock.py --check
 
 # ---- Generate --------------------------------------------------------------------------------------------------------
@@ -83,6 +85,10 @@ format: .venv/.stamp ## Format the Python code and mend what ruff can
 schema: .venv/.stamp ## Write the chart's values.schema.json and instance catalogue from their sources
 	.venv/bin/python tests/chart/generate_catalogue.py
 	.venv/bin/python tests/chart/generate_schema.py
+
+.PHONY: docs
+docs: .venv/.stamp $(BIN)/helm-docs ## Write the chart's README.md from values.yaml and README.md.gotmpl
+	.venv/bin/python tests/chart/generate_readme.py
 
 .PHONY: lock
 lock: .venv/bin/uv ## Lock the Python packages again, for this machine and for the image; UPGRADE=1 takes newer ones
