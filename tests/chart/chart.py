@@ -98,12 +98,13 @@ def yaml_text(values: dict[str, Any]) -> str:
 
 
 def parse(manifest: str) -> Objects:
-    """Objects by kind; two of one kind would be a surprise in this chart."""
+    """Objects by kind, the dashboard's ConfigMap as Dashboard; two of one kind would be a surprise in this chart."""
     objects: Objects = {}
     for document in yaml.load_all(manifest, Loader=Yaml12Loader):
         if document:
-            assert document["kind"] not in objects, f"two objects of kind {document['kind']}"
-            objects[document["kind"]] = document
+            kind = "Dashboard" if "ray-finetune.json" in document.get("data", {}) else document["kind"]
+            assert kind not in objects, f"two objects of kind {kind}"
+            objects[kind] = document
     return objects
 
 

@@ -1,7 +1,7 @@
 """JSON schemas of the objects the chart renders, as the API server would check them, for kubeconform and hypothesis.
 
-KubeRay's come from the CRDs in its Go module, Kubernetes' own from the OpenAPI document in its: Go's module cache keeps
-both, so nothing large is copied into the repository.
+KubeRay's and the Prometheus operator's come from the CRDs in their Go modules, Kubernetes' own from the OpenAPI document
+in its: Go's module cache keeps them all, so nothing large is copied into the repository.
 """
 
 import json
@@ -17,6 +17,7 @@ ROOT = Path(__file__).parents[2]
 SCHEMAS = ROOT / ".tools/schemas"
 KUBERAY = "github.com/ray-project/kuberay/ray-operator"
 KUBERNETES, KUBERNETES_VERSION = "k8s.io/kubernetes", "v1.36.3"
+PROMETHEUS, PROMETHEUS_VERSION = "github.com/prometheus-operator/prometheus-operator", "v0.85.0"
 # kind -> its name in Kubernetes' OpenAPI document
 BUILTIN = {
     "ConfigMap": "io.k8s.api.core.v1.ConfigMap",
@@ -62,10 +63,10 @@ def strict(node: Any) -> Any:
     return result
 
 
-def crd_schemas(folder: Path) -> dict[str, Any]:
-    """Every kind of KubeRay's CRDs. The API server adds apiVersion, kind and metadata to what they say."""
+def crd_schemas(folder: Path, names: str) -> dict[str, Any]:
+    """The kinds of a folder's CRDs. The API server adds apiVersion, kind and metadata to what they say."""
     schemas = {}
-    for file in sorted((folder / "config/crd/bases").glob("*.yaml")):
+    for file in sorted(folder.glob(names)):
         crd = yaml.load(file.read_text(), Loader=yaml.CSafeLoader)["spec"]
         for version in crd["versions"]:
             if version["name"] == "v1":
@@ -87,7 +88,10 @@ def builtin_schemas(folder: Path) -> dict[str, Any]:
 @cache
 def schemas() -> dict[str, Any]:
     """Kind -> schema, with only the definitions that it needs."""
-    crds = crd_schemas(module_folder(KUBERAY, kuberay_version()))
+    crds = crd_schemas(module_folder(KUBERAY, kuberay_version()) / "config/crd/bases", "ray.io_rayjobs.yaml")
+    prometheus = module_folder(PROMETHEUS, PROMETHEUS_VERSION) / "example/prometheus-operator-crd"
+    for names in ("*_podmonitors.yaml", "*_prometheusrules.yaml"):
+        crds |= crd_schemas(prometheus, names)
     builtin = builtin_schemas(module_folder(KUBERNETES, KUBERNETES_VERSION))
     return crds | {kind: with_needed_definitions(schema) for kind, schema in builtin.items()}
 
@@ -105,7 +109,7 @@ def with_needed_definitions(schema: dict[str, Any]) -> dict[str, Any]:
 
 def write_schemas() -> str:
     """Writes them where kubeconform looks, once for each pair of versions; returns its -schema-location."""
-    folder = SCHEMAS / f"kuberay-{kuberay_version()}-kubernetes-{KUBERNETES_VERSION}"
+    folder = SCHEMAS / f"kuberay-{kuberay_version()}-kubernetes-{KUBERNETES_VERSION}-prometheus-{PROMETHEUS_VERSION}"
     if not (folder / "complete").exists():
         folder.mkdir(parents=True, exist_ok=True)
         for kind, schema in schemas().items():

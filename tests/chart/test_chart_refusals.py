@@ -86,6 +86,11 @@ REFUSED = {
     ),
     "a label of KubeRay": (CPU, {"podLabels": {"app.kubernetes.io/name": "x"}}, ["podLabels.app.kubernetes.io/name"]),
     "a label of Ray": (CPU, {"podLabels": {"ray.io/cluster": "x"}}, ["podLabels.ray.io/cluster"]),
+    "a label of the chart": (
+        CPU,
+        {"monitoring": {"labels": {"helm.sh/chart": "x"}}},
+        ["monitoring.labels.helm.sh/chart"],
+    ),
     "a variable of KubeRay": (CPU, {"env": {"RAY_ADDRESS": "x"}}, ["env.RAY_ADDRESS belongs to KubeRay"]),
     "Redis": (CPU, {"env": {"RAY_REDIS_ADDRESS": "x"}}, ["env.RAY_REDIS_ADDRESS belongs to KubeRay"]),
     "the authentication mode": (CPU, {"env": {"RAY_AUTH_MODE": "disabled"}}, ["auth.mode"]),

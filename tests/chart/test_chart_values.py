@@ -18,6 +18,7 @@ FREE = {
     "podLabels",
     "podAnnotations",
     "workers.nodeSelector",
+    "monitoring.labels",
     "head.nodeSelector",
     "serviceAccount.annotations",
 }

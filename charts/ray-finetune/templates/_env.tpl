@@ -6,6 +6,7 @@
 HOME: /tmp
 USER: ray-finetune
 HF_HOME: /cache/huggingface
+RAY_FINETUNE_CACHE: /cache/ray-finetune
 RAY_AUTH_MODE: {{ $root.Values.auth.mode }}
 RAY_USAGE_STATS_ENABLED: "0"
 {{- /* Ray kills a stopping driver after 3 s and a drained worker at once: a checkpoint needs the pod's grace period. */}}

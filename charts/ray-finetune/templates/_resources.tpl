@@ -3,6 +3,10 @@
 {{- define "ray-finetune.resources" -}}
 {{- /* Requests equal limits: extended resources ask for it, and the kubelet evicts a Guaranteed pod last. */ -}}
 requests: {{- include "ray-finetune.amounts" . | nindent 2 }}
+  {{- /* Without a limit: a run is better off with a full disk's error than without its pod. */}}
+  {{- if and (eq .role "worker") .root.Values.workers.disk }}
+  ephemeral-storage: {{ include "ray-finetune.mebibytes" .root.Values.workers.disk | include "ray-finetune.memory" }}
+  {{- end }}
 limits: {{- include "ray-finetune.amounts" . | nindent 2 }}
 {{- if eq (include "ray-finetune.claimsEfa" .) "true" }}
 claims:

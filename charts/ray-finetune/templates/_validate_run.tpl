@@ -48,7 +48,12 @@
 {{- fail (printf "podLabels.%s is a label by which pods are found: leave it out" $key) -}}
 {{- end -}}
 {{- end -}}
-{{- $owned := list "RAY_AUTH_TOKEN" "RAY_CLUSTER_NAME" "RAY_CLUSTER_NAMESPACE" "RAY_CLOUD_INSTANCE_ID" "RAY_NODE_TYPE_NAME" "RAY_ADDRESS" "RAY_IP" "FQ_RAY_IP" "RAY_PORT" "KUBERAY_GEN_RAY_START_CMD" "RAY_REDIS_ADDRESS" "REDIS_PASSWORD" "REDIS_USERNAME" "RAY_enable_autoscaler_v2" -}}
+{{- range $key, $_ := .Values.monitoring.labels -}}
+{{- if regexMatch "^(app\\.kubernetes\\.io|helm\\.sh|ray-finetune\\.io)/" $key -}}
+{{- fail (printf "monitoring.labels.%s is a label of the chart: leave it out" $key) -}}
+{{- end -}}
+{{- end -}}
+{{- $owned := list "RAY_AUTH_TOKEN" "RAY_CLUSTER_NAME" "RAY_CLUSTER_NAMESPACE" "RAY_CLOUD_INSTANCE_ID" "RAY_NODE_TYPE_NAME" "RAY_ADDRESS" "RAY_IP" "FQ_RAY_IP" "RAY_PORT" "KUBERAY_GEN_RAY_START_CMD" "RAY_USAGE_STATS_EXTRA_TAGS" "RAY_REDIS_ADDRESS" "REDIS_PASSWORD" "REDIS_USERNAME" "RAY_enable_autoscaler_v2" -}}
 {{- range $name, $_ := .Values.env -}}
 {{- if has $name $owned -}}
 {{- fail (printf "env.%s belongs to KubeRay: leave it out" $name) -}}
