@@ -144,6 +144,7 @@ SCHEMA_REFUSED = {
         ["/env/A"],
     ),
     "a bad variable name": ({"env": {"A-B": "x"}}, ["A-B"]),
+    "a queue that Kueue refuses": ({"queue": {"name": "GPUs"}}, ["/queue/name"]),
     "a bad label": ({"podLabels": {"team": "not a label"}}, ["/podLabels/team"]),
 }
 
