@@ -1,5 +1,6 @@
 """Every values file that is shipped renders, to objects that the API server takes and settings that the trainer takes."""
 
+import shutil
 import subprocess
 
 import pytest
@@ -69,3 +70,11 @@ def test_the_applicationset_deploys_every_environment_and_nothing_else():
     sources = applications["spec"]["template"]["spec"]["sources"]
     assert sources[0]["chart"] == chart["name"]
     assert sources[0]["helm"]["valueFiles"] == ["$values/environments/{{ .environment }}/values.yaml"]
+
+
+@shipped
+def test_helm_3_and_helm_4_render_the_same(values):
+    other = shutil.which("helm4")
+    if not other:
+        pytest.skip("no helm4 on PATH beside helm")
+    assert render(values, helm=other) == render(values)

@@ -27,7 +27,7 @@ deadlines and retries, which are edited in place, and the chart's version.
   "entrypoint" (include "ray-finetune.entrypoint" .)
   "cluster" $cluster
   "submitter" $submitter
-  "queue" .Values.queue
+  "queue" (list .Values.queue.name .Values.queue.priorityClass .Values.queue.requiredTopology .Values.queue.preferredTopology)
   "rerun" .Values.lifecycle.rerun
 -}}
 {{- include "ray-finetune.fullname" . }}-{{ toJson $identity | sha256sum | trunc 8 }}
