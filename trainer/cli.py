@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from trainer.config import Hardware, InputError, RunFile, TrainerConfig, load_settings
+from trainer.config import Hardware, InputError, RunFailed, RunFile, TrainerConfig, load_settings
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
 
@@ -62,5 +62,8 @@ def main() -> None:
     except InputError as error:
         print(f"error: {error}", file=sys.stderr)
         raise SystemExit(2) from None
+    except RunFailed as error:
+        print(f"failed: {error}", file=sys.stderr)
+        raise SystemExit(1) from None
     except KeyboardInterrupt:
         raise SystemExit(130) from None

@@ -26,6 +26,10 @@ class InputError(ValueError):
     """What the user gave cannot be used. The message is one sentence: what, where, and what to write instead."""
 
 
+class RunFailed(RuntimeError):
+    """The run ended by an error that is not the input's. The message ends with the cause."""
+
+
 class Settings(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, allow_inf_nan=False)
 

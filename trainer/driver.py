@@ -17,7 +17,7 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
-from trainer.config import InputError, RunFile, TrainerConfig
+from trainer.config import InputError, RunFailed, RunFile, TrainerConfig
 from trainer.progress import Progress
 from trainer.storage import Storage, check_writable, open_storage
 
@@ -39,7 +39,7 @@ def drive(run: RunFile) -> int:
         write_outcome(storage, "refused", str(error), progress.step)
         raise
     except Exception as error:
-        write_outcome(storage, "failed", str(error), progress.step)
+        write_outcome(storage, "failed", str(error).strip().rpartition("\n")[2], progress.step)
         raise
     finally:
         progress.close()
@@ -71,8 +71,9 @@ def write_outcome(storage: Storage, outcome: str, cause: str | None, step: int) 
 def prepare(run: RunFile, storage: Storage, say: Callable[[str], None]) -> None:
     """Checks model and data, and leaves the tokenised rows in the run's folder; InputError says what cannot work."""
     from trainer.data import Plan, Tokens, end_of_turn, num_supervised, prompts, tokenize
-    from trainer.model import check_vocabulary, fetch_model, load_tokenizer
+    from trainer.model import check_vocabulary, fetch_model, load_tokenizer, quiet_transformers
 
+    quiet_transformers()
     config = run.trainer
     folder = fetch_model(config, weights=False)
     tokenizer = load_tokenizer(folder)
@@ -160,12 +161,13 @@ def _train_on_ray(run: RunFile, progress: Progress) -> str:
         ending, cause = ray.get(control.ending.remote())
     finally:
         ray.shutdown()
-    if cause:
+    if ending == "refused":
         raise InputError(cause)
-    if failure:
-        raise failure[0]
-    if ending is None:
-        raise RuntimeError("the workers ended without saying how; see Ray's logs in /tmp/ray/session_latest/logs")
+    if ending == "failed":
+        raise RunFailed(cause)
+    if failure or ending is None:
+        logs = "the workers ended without saying how; Ray's logs are in /tmp/ray/session_latest/logs"
+        raise RunFailed(str(failure[0]).strip() if failure else logs)
     return ending
 
 
@@ -201,9 +203,10 @@ def _fit(run: RunFile, failure: list[Exception]) -> None:
 
 
 def work(payload: dict[str, Any]) -> None:
-    """What Ray Train runs in each worker. A refusal is returned, not raised: raised, Ray would retry it."""
+    """What Ray Train runs in each worker. What no retry mends is returned, not raised: raised, Ray would retry it."""
     import ray
 
+    from trainer.model import quiet_transformers
     from trainer.parallel import join_world
     from trainer.train import train
 
@@ -219,11 +222,12 @@ def work(payload: dict[str, Any]) -> None:
         ready, _ = ray.wait(asked, timeout=0)
         return bool(ready) and ray.get(asked.pop())
 
+    quiet_transformers()
     with join_world(stop_asked) as world:
         try:
             ending = train(RunFile.model_validate(payload["run"]), world, lambda row: control.add.remote(row))
-        except InputError as error:
-            ray.get(control.end.remote(None, str(error)))
+        except (InputError, RunFailed) as error:
+            ray.get(control.end.remote("refused" if isinstance(error, InputError) else "failed", str(error)))
             return
         if world.is_main:
             ray.get(control.end.remote(ending, None))
@@ -251,8 +255,8 @@ class Control:
     def stopping(self) -> bool:
         return self.stop
 
-    def end(self, ending: str | None, refusal: str | None) -> None:
-        self.how = (ending, refusal)
+    def end(self, ending: str, cause: str | None) -> None:
+        self.how = (ending, cause)
 
     def ending(self) -> tuple[str | None, str | None]:
         return self.how

@@ -32,6 +32,14 @@ EXPORT_SHARD = 4 * 2**30  # bytes in one safetensors file
 WEIGHTS = (".safetensors", ".bin", ".gguf")
 
 
+def quiet_transformers() -> None:
+    """Without its bars and remarks, which the run's own lines would drown in."""
+    from transformers.utils import logging
+
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+
+
 def cache_folder() -> Path:
     """Where models are kept between runs: RAY_FINETUNE_CACHE, or the user's cache."""
     return Path(os.environ.get("RAY_FINETUNE_CACHE", "~/.cache/ray-finetune")).expanduser()
@@ -83,8 +91,8 @@ def _from_hub(model: ModelConfig, weights: bool) -> Path:
         return Path(snapshot_download(model.path, revision=model.revision, allow_patterns=wanted))
     except (RepositoryNotFoundError, RevisionNotFoundError):
         raise InputError(f"model.path: the Hub has no {model.path} at {model.revision or 'main'}; check both, and HF_TOKEN") from None
-    except (LocalEntryNotFoundError, HfHubHTTPError, OSError) as error:
-        raise InputError(f"model.path: {model.path} is no local folder, and the Hub did not give it ({error})") from None
+    except (LocalEntryNotFoundError, HfHubHTTPError, OSError):
+        raise InputError(f"model.path: {model.path} is no local folder, and the Hub did not give it; check the path and the network") from None
 
 
 def check_weights(path: str, names: list[str]) -> None:
@@ -103,6 +111,7 @@ def _from_gguf(folder: Path, name: str) -> Path:
     target.parent.mkdir(parents=True, exist_ok=True)
     with FileLock(f"{target}.lock"):
         if not target.is_dir():
+            print(f"converting {name} to safetensors, once", flush=True)
             partial = target.with_suffix(".partial")
             shutil.rmtree(partial, ignore_errors=True)
             model = AutoModelForCausalLM.from_pretrained(folder, gguf_file=name, dtype=torch.bfloat16)

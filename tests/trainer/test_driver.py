@@ -1,0 +1,196 @@
+"""The command line as a user meets it: exit codes, sentences, and a real run under Ray Train."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from processes import run_processes
+from runs import run_training, weights
+from tiny import save_model, settings
+
+from trainer.cli import main
+
+ENVIRONMENT = os.environ | {"PYTHONUNBUFFERED": "1", "HF_HUB_OFFLINE": "1"}
+
+
+def write_config(folder: Path, **changes: Any) -> Path:
+    path = folder / "config.json"
+    path.write_text(json.dumps(settings(folder, **changes)))
+    return path
+
+
+def refusal(arguments: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> str:
+    """Runs the command line in this process, expects exit code 2, and returns what it says."""
+    monkeypatch.setattr(sys, "argv", ["ray-finetune", *arguments])
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    capsys.readouterr()  # what making the model printed
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == 2
+    ray = sys.modules.get("ray")
+    assert ray is None or not ray.is_initialized()
+    text = capsys.readouterr().err.strip()
+    assert text.startswith("error: ")
+    return text
+
+
+def no_weights(folder: Path) -> None:
+    for file in (folder / "model").glob("*.safetensors"):
+        file.unlink()
+
+
+def no_template(folder: Path) -> None:
+    (folder / "model" / "chat_template.jinja").unlink()
+
+
+def blocked_storage(folder: Path) -> None:
+    (folder / "runs").write_text("a file where the folder should be")
+
+
+def bad_line(folder: Path) -> None:
+    with (folder / "train.jsonl").open("a") as file:
+        file.write('{"messages": [}\n')
+
+
+def no_assistant(folder: Path) -> None:
+    with (folder / "eval.jsonl").open("a") as file:
+        file.write('{"messages": [{"role": "user", "content": "x"}]}\n')
+
+
+def large_tokenizer(folder: Path) -> None:
+    config = json.loads((folder / "model" / "config.json").read_text())
+    (folder / "model" / "config.json").write_text(json.dumps(config | {"vocab_size": 100}))
+
+
+@pytest.mark.parametrize(
+    ("damage", "sentence"),
+    [
+        (no_weights, "model.path: {folder}/model holds no *.safetensors weights; give a folder that does, or set model.gguf_file"),
+        (no_template, "has no chat template; give a model whose tokenizer has one"),
+        (blocked_storage, "storage.uri: cannot write to {folder}/runs/tiny-"),
+        (bad_line, "{folder}/train.jsonl:41: not valid JSON (Expecting value at column 15); write one JSON object a line"),
+        (no_assistant, "{folder}/eval.jsonl:11: no assistant turn, so nothing to learn from; add one or remove the row"),
+        (large_tokenizer, "the model 100; give a tokenizer that belongs to it"),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_bad_input_is_one_sentence_and_exit_code_2_before_ray_starts(
+    tmp_path: Path, damage: Any, sentence: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = write_config(tmp_path)
+    damage(tmp_path)
+    text = refusal(["train", "--config", str(config)], monkeypatch, capsys)
+    assert sentence.format(folder=tmp_path) in text
+    assert len(text.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"optim": {"lr": 1e-3, "learnin_rate": 1}}, "optim.learnin_rate: unknown setting; known are lr"),
+        ({"data": {"train": "nowhere.jsonl"}}, "nowhere.jsonl: No such file or directory; give an existing JSONL file"),
+        ({"model": {"path": "./nowhere"}}, "model.path: ./nowhere is no folder; give an existing one, an s3:// folder or a Hub id"),
+        ({"model": {"path": "org/nothing"}}, "model.path: org/nothing is no local folder, and the Hub did not give it"),
+        ({"model": {"gguf_file": "none.gguf"}}, "none.gguf does not exist; name a file in model.path"),
+    ],
+)
+def test_bad_settings_are_one_sentence_and_exit_code_2(
+    tmp_path: Path, changes: dict[str, Any], sentence: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = refusal(["train", "--config", str(write_config(tmp_path, **changes))], monkeypatch, capsys)
+    assert sentence in text
+    assert len(text.splitlines()) == 1
+
+
+def test_a_missing_settings_file_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    text = refusal(["train", "--config", str(tmp_path / "no.json")], monkeypatch, capsys)
+    assert text == f"error: {tmp_path}/no.json: No such file or directory; give an existing settings file"
+
+
+def test_data_that_changed_under_a_run_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    config = write_config(tmp_path)
+    run_processes(1, run_training, json.loads(config.read_text()), 1)
+    rows = (tmp_path / "train.jsonl").read_text().splitlines(keepends=True)
+    (tmp_path / "train.jsonl").write_text("".join(rows[:-1]))
+    text = refusal(["train", "--config", str(config)], monkeypatch, capsys)
+    assert "data.train: " in text
+    assert text.endswith("has changed since this run began; set data.version to start a new run")
+
+
+def test_config_prints_every_default_and_the_schema(tmp_path: Path) -> None:
+    config = write_config(tmp_path)
+    command = [sys.executable, "-m", "trainer", "config", "--config", str(config), "--set", "seed=7"]
+    resolved = json.loads(subprocess.run(command, capture_output=True, check=True, env=ENVIRONMENT).stdout)
+    assert resolved["trainer"]["seed"] == 7
+    assert resolved["trainer"]["optim"]["beta2"] == 0.95
+    schema = json.loads(subprocess.run([*command[:4], "--schema"], capture_output=True, check=True, env=ENVIRONMENT).stdout)
+    assert schema["additionalProperties"] is False
+
+
+def start(config: Path) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "trainer", "train", "--config", str(config), "--workers", "2"]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=ENVIRONMENT)
+
+
+def test_a_run_under_ray_stops_on_sigterm_resumes_and_ends_as_one_without_ray(tmp_path: Path) -> None:
+    changes: dict[str, Any] = {"duration": {"steps": 150}, "checkpoint": {"every_steps": 1000}}
+    config = write_config(tmp_path, **changes)
+    first = start(config)
+    assert first.stdout
+    lines = []
+    for line in first.stdout:
+        lines.append(line)
+        if "step   5/" in line:
+            first.send_signal(signal.SIGTERM)
+    assert first.wait(120) == 75, "".join(lines)
+    [run] = (tmp_path / "runs").iterdir()
+    stopped = json.loads((run / "outcome.json").read_text())
+    assert stopped["outcome"] == "interrupted"
+    assert 5 < stopped["step"] < 150
+    assert "svg" in (run / "report.html").read_text()
+
+    second = start(config)
+    output, _ = second.communicate(timeout=240)
+    assert second.returncode == 0, output
+    steps = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in steps if "loss" in row] == list(range(1, 151))
+    assert f"step {stopped['step'] + 1:>3}/150" in output
+    assert f"step {stopped['step']:>3}/150" not in output
+    assert json.loads((run / "outcome.json").read_text())["outcome"] == "complete"
+
+    before = time.monotonic()
+    third = subprocess.run([sys.executable, "-m", "trainer", "train", "--config", str(config)], capture_output=True, text=True, env=ENVIRONMENT)
+    assert (third.returncode, third.stdout) == (0, f"{run} is complete (step 150); change a setting to train another\n")
+    assert time.monotonic() - before < 15
+
+    alone = settings(tmp_path, storage={"uri": str(tmp_path / "alone")}, **changes)
+    [result, _] = run_processes(2, run_training, alone)
+    ours, theirs = weights(str(run)), weights(result["uri"])
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+    assert any(not torch.equal(theirs[name], tensor) for name, tensor in base_weights(tmp_path).items())
+
+
+def base_weights(folder: Path) -> dict[str, torch.Tensor]:
+    from safetensors.torch import load_file
+
+    return load_file(folder / "model" / "model.safetensors")
+
+
+def test_a_loss_that_is_no_number_ends_the_run_before_it_is_saved(tmp_path: Path) -> None:
+    config = write_config(tmp_path, optim={"lr": 1e30, "clip_norm": None}, checkpoint={"every_steps": 2})
+    save_model(tmp_path / "model")
+    command = [sys.executable, "-m", "trainer", "train", "--config", str(config)]
+    alone = ENVIRONMENT | {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29511"}
+    ended = subprocess.run(command, capture_output=True, text=True, env=alone)
+    assert ended.returncode == 1
+    assert ended.stderr.strip().endswith("failed: the loss of step 2 is nan; lower optim.lr, or raise schedule.warmup_steps")
+    [run] = (tmp_path / "runs").iterdir()
+    assert json.loads((run / "outcome.json").read_text())["outcome"] == "failed"
+    assert not list((run).glob("checkpoints/*/manifest.json"))
