@@ -32,8 +32,7 @@ def value_of(column: str, text: str) -> Any:
 def catalogue() -> dict[str, dict[str, Any]]:
     with (HERE / "instance-types.csv").open(newline="") as file:
         return {
-            row["instance_type"]: {c: value_of(c, t) for c, t in row.items() if c not in LEFT_OUT}
-            for row in csv.DictReader(file)
+            row["instance_type"]: {c: value_of(c, t) for c, t in row.items() if c not in LEFT_OUT} for row in csv.DictReader(file)
         }
 
 

@@ -1,5 +1,7 @@
 """Writes charts/ray-finetune/values.schema.json: the chart's own half with the trainer's models at `trainer`.
 
+Descriptions, which editors show, come from the comments in values.yaml and from the trainer's docstrings.
+
     python tests/chart/generate_schema.py [--check]
 
 The result is draft-07 and refers to nothing outside itself, since that is what every Helm 3 and 4 reads.
@@ -7,6 +9,7 @@ The result is draft-07 and refers to nothing outside itself, since that is what 
 
 import difflib
 import json
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -41,8 +44,36 @@ def to_draft_07(node: Any) -> Any:
     return result
 
 
+def descriptions() -> dict[tuple[str, ...], str]:
+    """The `# --` comments of values.yaml by the path of the key below them."""
+    found: dict[tuple[str, ...], str] = {}
+    path: list[str] = []
+    comment: list[str] = []
+    for line in (CHART / "values.yaml").read_text().splitlines():
+        text = line.strip()
+        if text.startswith("# -- "):
+            comment = [re.sub(r"^# -- (\([a-z ]+\) )?", "", text)]
+        elif text.startswith("#"):
+            comment.append(text.removeprefix("# "))
+        elif text:
+            path = [*path[: (len(line) - len(line.lstrip())) // 2], text.partition(":")[0]]
+            if comment:
+                found[tuple(path)] = " ".join(comment)
+            comment = []
+    return found
+
+
+def describe(schema: dict[str, Any]) -> None:
+    for path, text in descriptions().items():
+        place = schema
+        for name in path:
+            place = place["properties"][name]
+        place["description"] = text
+
+
 def build_schema() -> dict[str, Any]:
     schema = json.loads(TEMPLATE.read_text())
+    describe(schema)
     trainer = TrainerConfig.model_json_schema()
     definitions = trainer.pop("$defs", {}) | {TrainerConfig.__name__: trainer}
     clash = set(definitions) & set(schema["definitions"])

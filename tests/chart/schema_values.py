@@ -78,18 +78,14 @@ class ValuesFrom:
     def strings(self, schema: dict[str, Any]) -> st.SearchStrategy[str]:
         limit = schema.get("maxLength", 200)
         if "pattern" in schema:
-            found = st.from_regex(
-                schema["pattern"].replace("$", r"\Z") if "(?" in schema["pattern"] else schema["pattern"]
-            )
+            found = st.from_regex(schema["pattern"].replace("$", r"\Z") if "(?" in schema["pattern"] else schema["pattern"])
             return found.map(lambda text: text.removesuffix("\n")).filter(lambda text: len(text) <= limit)
         return st.one_of(TEXT, AWKWARD).filter(lambda text: schema.get("minLength", 0) <= len(text) <= limit)
 
     def objects(self, schema: dict[str, Any]) -> st.SearchStrategy[dict[str, Any]]:
         if "properties" not in schema:
             names = self.of(
-                {"type": "string", **schema["propertyNames"]}
-                if "pattern" in schema["propertyNames"]
-                else schema["propertyNames"]
+                {"type": "string", **schema["propertyNames"]} if "pattern" in schema["propertyNames"] else schema["propertyNames"]
             )
             return st.dictionaries(names, self.of(schema["additionalProperties"]), max_size=3)
         if "oneOf" in schema:

@@ -10,9 +10,7 @@ from kube_schemas import write_schemas
 
 from trainer.config import RunFile
 
-SHIPPED = [ROOT / "environments" / name / "values.yaml" for name in ENVIRONMENTS] + [
-    CHART / "ci" / n for n in CI_VALUES
-]
+SHIPPED = [ROOT / "environments" / name / "values.yaml" for name in ENVIRONMENTS] + [CHART / "ci" / n for n in CI_VALUES]
 shipped = pytest.mark.parametrize("values", SHIPPED, ids=[str(path.relative_to(ROOT)) for path in SHIPPED])
 
 

@@ -53,8 +53,7 @@ def test_every_pod_meets_pod_security_restricted(values, role):
 def test_workers_that_lock_memory_are_the_only_exception():
     objects = render(merged(GPU, {"efa": {"lockMemory": True}}))
     found = {
-        role: list(violations(pod(objects, role)["spec"], [container(objects, role)]))
-        for role in ("head", "worker", "submitter")
+        role: list(violations(pod(objects, role)["spec"], [container(objects, role)])) for role in ("head", "worker", "submitter")
     }
     assert found == {
         "head": [],
@@ -79,9 +78,7 @@ def test_every_mount_has_its_volume_and_every_volume_its_mount(values):
     for role in ("head", "worker", "submitter"):
         mounts = container(objects, role)["volumeMounts"]
         assert len({mount["mountPath"] for mount in mounts}) == len(mounts)
-        assert {mount["name"] for mount in mounts} == {
-            volume["name"] for volume in pod(objects, role)["spec"]["volumes"]
-        }
+        assert {mount["name"] for mount in mounts} == {volume["name"] for volume in pod(objects, role)["spec"]["volumes"]}
 
 
 @cases

@@ -34,9 +34,7 @@ TOGETHER = ("workers", "efa", "queue", "trainer", "global", "enabled")
 def values_files(draw: st.DrawFn) -> dict[str, Any]:
     base = draw(st.sampled_from([CPU, GPU]))
     names = draw(
-        st.lists(
-            st.sampled_from([name for name in SCHEMA["properties"] if name not in TOGETHER]), unique=True, max_size=5
-        )
+        st.lists(st.sampled_from([name for name in SCHEMA["properties"] if name not in TOGETHER]), unique=True, max_size=5)
     )
     values = {name: draw(VALUES.of(SCHEMA["properties"][name])) for name in names}
     trainer = SCHEMA["definitions"]["TrainerConfig"]["properties"]
@@ -108,9 +106,7 @@ def assert_lifecycle_arrived(wanted: dict[str, Any], objects: Any):
         if key in wanted:
             assert spec[key] == wanted[key]
     if "terminationGracePeriodSeconds" in wanted:
-        assert (
-            pod(objects, "worker")["spec"]["terminationGracePeriodSeconds"] == wanted["terminationGracePeriodSeconds"]
-        )
+        assert pod(objects, "worker")["spec"]["terminationGracePeriodSeconds"] == wanted["terminationGracePeriodSeconds"]
         assert container(objects, "head")["env"]
 
 

@@ -53,6 +53,7 @@ REFUSED = {
         {"workers": {"hugepages2Mi": "5121Mi"}},
         ["workers.hugepages2Mi is 5121Mi", "multiple of 2Mi"],
     ),
+    "TCP where EFA is required": (GPU, {"env": {"NCCL_NET": "Socket"}}, ['env.NCCL_NET is "Socket"', "efa.required to false"]),
     "locked memory without EFA": (CPU, {"efa": {"lockMemory": True}}, ["efa.lockMemory is true"]),
     "RDMA on g5": (
         merged(GPU, {"workers": {"instanceType": "g5.12xlarge"}}),
@@ -161,9 +162,7 @@ def test_without_trainer_settings_the_missing_ones_are_named():
     assert all(key in message for key in ("name", "model", "data"))
 
 
-@pytest.mark.parametrize(
-    "value", ["hf_short", "risk-assessment-of-large-language-models", "task-abcdefghijklmnopqrstuvwxyz"]
-)
+@pytest.mark.parametrize("value", ["hf_short", "risk-assessment-of-large-language-models", "task-abcdefghijklmnopqrstuvwxyz"])
 def test_text_that_only_resembles_a_key_is_accepted(value):
     render(merged(CPU, {"trainer": {"data": {"version": value}}}))
 

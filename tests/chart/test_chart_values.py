@@ -111,9 +111,7 @@ def test_a_section_set_to_null_is_refused_by_its_name(section):
     assert section in refusal(merged(CPU, {section: None}))
 
 
-@pytest.mark.parametrize(
-    "key", ["workers.gpus", "workers.efa", "image.tag", "efa.required", "modelCache.claim", "queue.name"]
-)
+@pytest.mark.parametrize("key", ["workers.gpus", "workers.efa", "image.tag", "efa.required", "modelCache.claim", "queue.name"])
 def test_a_default_of_null_can_be_written_out(key):
     section, name = key.split(".")
     assert render(merged(CPU, {section: {name: None}})) == render(CPU)
@@ -126,9 +124,7 @@ def test_no_template_is_longer_than_one_can_read_at_once():
 
 def test_no_template_asks_the_cluster_or_chance():
     for path in (CHART / "templates").iterdir():
-        assert not re.search(r"\b(lookup|now|randAlphaNum|randAscii|uuidv4|genCA|Capabilities)\b", path.read_text()), (
-            path.name
-        )
+        assert not re.search(r"\b(lookup|now|randAlphaNum|randAscii|uuidv4|genCA|Capabilities)\b", path.read_text()), path.name
 
 
 def test_the_trainers_defaults_are_left_to_the_trainer():

@@ -24,6 +24,8 @@ NCCL_SOCKET_IFNAME: "^lo,docker,pod-id-link"
 {{- end }}
 {{- if gt (int .node.efa) 0 }}
 FI_PROVIDER: efa
+{{- /* NCCL loads libnccl-net-ofi.so, the plugin's file in the image. */}}
+NCCL_NET_PLUGIN: ofi
 {{- /* Naming the network makes a broken EFA an error; without it NCCL goes on over TCP, at half the speed or less. */}}
 {{- if eq (include "ray-finetune.efaRequired" $root) "true" }}
 NCCL_NET: Libfabric

@@ -11,6 +11,10 @@
 {{- if and (int $node.efa) (not (int $node.gpus)) -}}
 {{- fail (printf "workers.efa is %d, but workers.gpus is 0 and training on CPUs does not use EFA: leave workers.efa out" (int $node.efa)) -}}
 {{- end -}}
+{{- $network := default "Libfabric" .Values.env.NCCL_NET | toString -}}
+{{- if and (eq (include "ray-finetune.efaRequired" .) "true") (not (has (lower $network) (list "libfabric" "aws libfabric" "ofi"))) -}}
+{{- fail (printf "env.NCCL_NET is %q, but EFA is required, as it is where several nodes have it: leave it out, or set efa.required to false" $network) -}}
+{{- end -}}
 {{- if and .Values.efa.lockMemory (not (int $node.efa)) -}}
 {{- fail "efa.lockMemory is true, but workers ask for no EFA interface and only EFA locks memory: leave it out" -}}
 {{- end -}}
