@@ -13,13 +13,14 @@ import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint import CheckpointException, FileSystemReader, FileSystemWriter
-from torch.distributed.checkpoint.filesystem import FileSystem
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
 
 from trainer.optim import set_step
 from trainer.parallel import World
@@ -60,10 +61,11 @@ class Checkpoints:
         folder = f"checkpoints/step-{step:08d}.a{self.attempt:04d}"
         with tempfile.TemporaryDirectory(prefix="ray-finetune-checkpoint-") as scratch:
             writer = FileSystemWriter(scratch, sync_files=False)
-            dcp.save(state_dict(model, optimizer), storage_writer=writer)
+            save(state_dict(model, optimizer), storage_writer=writer)
             files = {}
             for path in Path(scratch).iterdir():
-                files[path.name] = {"bytes": path.stat().st_size, "sha256": _sha256(path.open("rb"))}
+                with path.open("rb") as stream:
+                    files[path.name] = {"bytes": path.stat().st_size, "sha256": _sha256(stream)}
                 self.storage.upload(path, f"{folder}/{path.name}")
         everyone: list[Any] = [None] * self.world.size
         dist.all_gather_object(everyone, files)
@@ -93,7 +95,7 @@ class Checkpoints:
         """
         for folder, manifest in self.world.main_first(lambda: find_checkpoints(self.storage)):
             try:
-                dcp.load(state_dict(model, optimizer), storage_reader=_Reader(self.storage, folder, manifest["files"]))
+                load(state_dict(model, optimizer), storage_reader=_Reader(self.storage, folder, manifest["files"]))
             except CheckpointException as error:
                 if self.world.is_main:
                     causes = "; ".join(sorted({str(cause[0]) for cause in error.failures.values()}))
@@ -134,9 +136,8 @@ def find_checkpoints(storage: Storage) -> list[tuple[str, dict[str, Any]]]:
     return line
 
 
-def _sha256(stream: IO[bytes]) -> str:
-    with stream:
-        return hashlib.file_digest(stream, "sha256").hexdigest()
+def _sha256(stream: Any) -> str:
+    return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
 class _Reader(FileSystemReader):
@@ -157,7 +158,7 @@ class _CheckedFiles(FileSystem):
         if expected is None:
             raise OSError(f"{Path(path).name} is not in the manifest")
         with self.storage.open(str(path)) as stream:
-            if hashlib.file_digest(stream, "sha256").hexdigest() != expected["sha256"]:
+            if _sha256(stream) != expected["sha256"]:
                 raise OSError(f"{Path(path).name} does not have the checksum of the manifest")
             stream.seek(0)
             yield stream

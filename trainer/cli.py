@@ -8,13 +8,15 @@ from typing import Annotated
 
 import typer
 
-from trainer.config import Hardware, InputError, RunFailed, RunFile, TrainerConfig, load_settings
+from trainer.config import Hardware, InputError, RunError, RunFile, TrainerConfig, load_settings
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
 
 RunOption = Annotated[Path | None, typer.Option("--run", help="run.json, as the chart renders it.")]
 ConfigOption = Annotated[Path | None, typer.Option("--config", help="Trainer settings alone, JSON or YAML.")]
-SetOption = Annotated[list[str] | None, typer.Option("--set", metavar="A.B=VALUE", help="Overrides one setting; may be given again.")]
+SetOption = Annotated[
+    list[str] | None, typer.Option("--set", metavar="A.B=VALUE", help="Overrides one setting; may be given again.")
+]
 WorkersOption = Annotated[int, typer.Option("--workers", min=1, help="Local worker processes, with --config.")]
 
 
@@ -27,7 +29,9 @@ def train(run: RunOption = None, config: ConfigOption = None, sets: SetOption = 
 
 
 @app.command()
-def config(run: RunOption = None, config: ConfigOption = None, sets: SetOption = None, workers: WorkersOption = 1, schema: bool = False) -> None:
+def config(
+    run: RunOption = None, config: ConfigOption = None, sets: SetOption = None, workers: WorkersOption = 1, schema: bool = False
+) -> None:
     """Print the settings with every default resolved, or with --schema the JSON schema of the trainer's settings."""
     resolved = TrainerConfig.model_json_schema() if schema else _load(run, config, sets or [], workers).model_dump(mode="json")
     print(json.dumps(resolved, indent=2))
@@ -62,7 +66,7 @@ def main() -> None:
     except InputError as error:
         print(f"error: {error}", file=sys.stderr)
         raise SystemExit(2) from None
-    except RunFailed as error:
+    except RunError as error:
         print(f"failed: {error}", file=sys.stderr)
         raise SystemExit(1) from None
     except KeyboardInterrupt:

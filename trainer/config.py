@@ -26,7 +26,7 @@ class InputError(ValueError):
     """What the user gave cannot be used. The message is one sentence: what, where, and what to write instead."""
 
 
-class RunFailed(RuntimeError):
+class RunError(RuntimeError):
     """The run ended by an error that is not the input's. The message ends with the cause."""
 
 
@@ -35,10 +35,10 @@ class Settings(BaseModel):
 
 
 class StorageConfig(Settings):
-    uri: str = Field("runs", min_length=1, pattern=r"^(s3://[a-z0-9][a-z0-9.-]+[a-z0-9](/.*)?|[^:]+)$")
+    uri: str = Field(default="runs", min_length=1, pattern=r"^(s3://[a-z0-9][a-z0-9.-]+[a-z0-9](/.*)?|[^:]+)$")
     """Where runs are kept: `s3://bucket/prefix` or a local folder. A run's folder is `<uri>/<name>-<fingerprint>`."""
 
-    endpoint_url: str | None = Field(None, pattern=r"^https?://.+$")
+    endpoint_url: str | None = Field(default=None, pattern=r"^https?://.+$")
     """URL of an S3-compatible server for all S3 use; null means AWS, or the AWS_ENDPOINT_URL variables."""
 
     region: str | None = None
@@ -55,7 +55,7 @@ class ModelConfig(Settings):
     revision: str | None = None
     """Branch, tag or commit of a Hub model; null means its main branch."""
 
-    gguf_file: str | None = Field(None, pattern=r"^[^/]+\.gguf$")
+    gguf_file: str | None = Field(default=None, pattern=r"^[^/]+\.gguf$")
     """Name of a GGUF file in `path`, dequantised once into the model cache; null means safetensors weights."""
 
     freeze: list[str] = []
@@ -72,7 +72,7 @@ class DataConfig(Settings):
     version: str | None = None
     """Any text; changing it says that the files hold new data and starts a new run."""
 
-    sequence_length: int = Field(2048, ge=8)
+    sequence_length: int = Field(default=2048, ge=8)
     """Tokens in one packed sequence."""
 
     long_rows: Literal["error", "truncate"] = "error"
@@ -80,30 +80,30 @@ class DataConfig(Settings):
 
 
 class BatchConfig(Settings):
-    sequences: int = Field(8, ge=1)
+    sequences: int = Field(default=8, ge=1)
     """Packed sequences in one optimiser step, over all workers together."""
 
-    micro_batch: int = Field(1, ge=1)
+    micro_batch: int = Field(default=1, ge=1)
     """Sequences that one worker runs at once; the rest of its share is accumulated."""
 
 
 class OptimConfig(Settings):
-    lr: float = Field(2e-5, gt=0)
+    lr: float = Field(default=2e-5, gt=0)
     """Peak learning rate of AdamW."""
 
-    beta1: float = Field(0.9, ge=0, lt=1)
+    beta1: float = Field(default=0.9, ge=0, lt=1)
     """Decay of the first moment, per step."""
 
-    beta2: float = Field(0.95, ge=0, lt=1)
+    beta2: float = Field(default=0.95, ge=0, lt=1)
     """Decay of the second moment, per step."""
 
-    eps: float = Field(1e-8, gt=0)
+    eps: float = Field(default=1e-8, gt=0)
     """Added to the root of the second moment."""
 
-    weight_decay: float = Field(0.0, ge=0)
+    weight_decay: float = Field(default=0.0, ge=0)
     """Decoupled weight decay of matrices; norms and biases are never decayed."""
 
-    clip_norm: float | None = Field(1.0, gt=0)
+    clip_norm: float | None = Field(default=1.0, gt=0)
     """Largest norm of the whole model's gradient; null means that it is not clipped."""
 
 
@@ -111,24 +111,24 @@ class ScheduleConfig(Settings):
     name: Literal["cosine", "linear", "constant", "wsd"] = "cosine"
     """Shape of the learning rate after warm-up; `wsd` is constant, then linear over the last `decay_fraction`."""
 
-    warmup_steps: int = Field(0, ge=0)
+    warmup_steps: int = Field(default=0, ge=0)
     """Steps in which the learning rate rises linearly to its peak."""
 
-    min_ratio: float = Field(0.0, ge=0, le=1)
+    min_ratio: float = Field(default=0.0, ge=0, le=1)
     """The learning rate at the end, as a share of the peak."""
 
-    decay_fraction: float = Field(0.1, gt=0, le=1)
+    decay_fraction: float = Field(default=0.1, gt=0, le=1)
     """Share of all steps in which `wsd` decays; other schedules take no notice of it."""
 
 
 class DurationConfig(Settings):
-    epochs: int | None = Field(None, ge=1)
+    epochs: int | None = Field(default=None, ge=1)
     """Passes over the training rows."""
 
-    steps: int | None = Field(None, ge=1)
+    steps: int | None = Field(default=None, ge=1)
     """Optimiser steps."""
 
-    tokens: int | None = Field(None, ge=1)
+    tokens: int | None = Field(default=None, ge=1)
     """Training tokens, padding not counted; the run ends with the step that reaches them."""
 
     @model_validator(mode="after")
@@ -139,21 +139,21 @@ class DurationConfig(Settings):
 
 
 class CheckpointConfig(Settings):
-    every_steps: int = Field(100, ge=1)
+    every_steps: int = Field(default=100, ge=1)
     """Steps between two checkpoints; one is always written at the end and when the run is interrupted."""
 
-    keep: int = Field(2, ge=1)
+    keep: int = Field(default=2, ge=1)
     """Complete checkpoints kept, the newest ones."""
 
 
 class EvaluateConfig(Settings):
-    every_steps: int | None = Field(None, ge=1)
+    every_steps: int | None = Field(default=None, ge=1)
     """Steps between two evaluations of `data.eval`; null means only before the first step and after the last."""
 
-    prompts: int = Field(2, ge=0)
+    prompts: int = Field(default=2, ge=0)
     """Held-out prompts answered before and after training, for the report."""
 
-    max_new_tokens: int = Field(32, ge=1)
+    max_new_tokens: int = Field(default=32, ge=1)
     """Longest answer to such a prompt, in tokens."""
 
 
@@ -194,13 +194,13 @@ class TrainerConfig(Settings):
     attention: Literal["auto", "sdpa", "eager", "flash_attention_2"] = "auto"
     """Attention kernel; `auto` is flash_attention_2 where the package and a GPU are there, else sdpa."""
 
-    seed: int = Field(0, ge=0, lt=2**32)
+    seed: int = Field(default=0, ge=0, lt=2**32)
     """Seed of the row order and of any dropout."""
 
-    log_every_steps: int = Field(1, ge=1)
+    log_every_steps: int = Field(default=1, ge=1)
     """Steps between two lines of metrics.jsonl."""
 
-    max_failures: int = Field(3, ge=1)
+    max_failures: int = Field(default=3, ge=1)
     """Worker failures after which Ray Train gives up; each one before restarts the workers from the last checkpoint."""
 
     def fingerprint(self) -> str:
@@ -214,19 +214,19 @@ class TrainerConfig(Settings):
 class Hardware(Settings):
     """What the chart derived from `workers` and the instance catalogue; the trainer reads it, nobody writes it."""
 
-    workers: int = Field(1, ge=1)
+    workers: int = Field(default=1, ge=1)
     """Worker processes: one a GPU, or one a node without GPUs."""
 
-    nodes: int = Field(1, ge=1)
+    nodes: int = Field(default=1, ge=1)
     """Worker pods, one a node."""
 
-    cpus_per_worker: int = Field(1, ge=1)
+    cpus_per_worker: int = Field(default=1, ge=1)
     """CPUs that Ray reserves for one worker process, and its number of threads."""
 
-    gpus_per_node: int = Field(0, ge=0)
+    gpus_per_node: int = Field(default=0, ge=0)
     """GPUs of one node; 0 means training on CPUs."""
 
-    efa_per_node: int = Field(0, ge=0)
+    efa_per_node: int = Field(default=0, ge=0)
     """Elastic Fabric Adapter interfaces of one node."""
 
     efa_required: bool = False
@@ -235,13 +235,13 @@ class Hardware(Settings):
     instance_type: str | None = None
     """EC2 instance type of the workers; null means not an EC2 machine of the catalogue."""
 
-    gpu_memory_gib: float | None = Field(None, gt=0)
+    gpu_memory_gib: float | None = Field(default=None, gt=0)
     """Memory of one GPU in GiB; null where there is none."""
 
     autoscaled: bool = False
     """Worker pods start only when the driver asks for them."""
 
-    grace_seconds: int = Field(120, ge=30)
+    grace_seconds: int = Field(default=120, ge=30)
     """Seconds between SIGTERM and SIGKILL of a pod."""
 
 

@@ -17,7 +17,7 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
-from trainer.config import InputError, RunFailed, RunFile, TrainerConfig
+from trainer.config import InputError, RunError, RunFile, TrainerConfig
 from trainer.progress import Progress
 from trainer.storage import Storage, check_writable, open_storage
 
@@ -95,9 +95,8 @@ def prepare(run: RunFile, storage: Storage, say: Callable[[str], None]) -> None:
     storage.write("run.json", run.model_dump_json(indent=1).encode())
     first = plan.epoch_packs(0)
     full = train.lengths.sum() / (len(first) * config.data.sequence_length)
-    rows = [number for number in range(len(train.lengths))]
     say(
-        f"{len(rows):,} rows, {train.lengths.sum():,} tokens, {num_supervised(train, first):,} of them supervised; "
+        f"{len(train.lengths):,} rows, {train.lengths.sum():,} tokens, {num_supervised(train, first):,} of them supervised; "
         f"{len(first):,} sequences, {full:.1%} full; {plan.num_steps:,} steps"
     )
 
@@ -147,7 +146,7 @@ def _train_on_ray(run: RunFile, progress: Progress) -> str:
         memory = 256 * 2**20  # nothing large is passed through Ray
         ray.init(address="local", num_cpus=workers * cpus, include_dashboard=False, object_store_memory=memory, **quiet)
     stop = _stop_on_signals(progress)
-    control = ray.remote(num_cpus=0)(Control).options(name=Control.NAME, max_concurrency=1).remote()
+    control: Any = ray.remote(num_cpus=0)(Control).options(name=Control.NAME, max_concurrency=1).remote()
     failure: list[Exception] = []
     thread = threading.Thread(target=_fit, args=(run, failure), daemon=True)
     try:
@@ -164,10 +163,10 @@ def _train_on_ray(run: RunFile, progress: Progress) -> str:
     if ending == "refused":
         raise InputError(cause)
     if ending == "failed":
-        raise RunFailed(cause)
+        raise RunError(cause)
     if failure or ending is None:
         logs = "the workers ended without saying how; Ray's logs are in /tmp/ray/session_latest/logs"
-        raise RunFailed(str(failure[0]).strip() if failure else logs)
+        raise RunError(str(failure[0]).strip() if failure else logs)
     return ending
 
 
@@ -226,7 +225,7 @@ def work(payload: dict[str, Any]) -> None:
     with join_world(stop_asked) as world:
         try:
             ending = train(RunFile.model_validate(payload["run"]), world, lambda row: control.add.remote(row))
-        except (InputError, RunFailed) as error:
+        except (InputError, RunError) as error:
             ray.get(control.end.remote("refused" if isinstance(error, InputError) else "failed", str(error)))
             return
         if world.is_main:

@@ -11,16 +11,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from filelock import FileLock
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch.nn.functional import cross_entropy
 from torch.utils.checkpoint import checkpoint
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
-from transformers.utils import is_flash_attn_2_available
+from transformers.utils.import_utils import is_flash_attn_2_available
 
 from trainer.config import InputError, ModelConfig, TrainerConfig
 from trainer.data import IGNORED
@@ -90,9 +90,13 @@ def _from_hub(model: ModelConfig, weights: bool) -> Path:
     try:
         return Path(snapshot_download(model.path, revision=model.revision, allow_patterns=wanted))
     except (RepositoryNotFoundError, RevisionNotFoundError):
-        raise InputError(f"model.path: the Hub has no {model.path} at {model.revision or 'main'}; check both, and HF_TOKEN") from None
+        raise InputError(
+            f"model.path: the Hub has no {model.path} at {model.revision or 'main'}; check both, and HF_TOKEN"
+        ) from None
     except (LocalEntryNotFoundError, HfHubHTTPError, OSError):
-        raise InputError(f"model.path: {model.path} is no local folder, and the Hub did not give it; check the path and the network") from None
+        raise InputError(
+            f"model.path: {model.path} is no local folder, and the Hub did not give it; check the path and the network"
+        ) from None
 
 
 def check_weights(path: str, names: list[str]) -> None:
@@ -133,7 +137,9 @@ def check_vocabulary(folder: Path, tokenizer: Any) -> None:
     """InputError where the tokenizer has tokens that the model has no embedding for."""
     size = AutoConfig.from_pretrained(folder).get_text_config().vocab_size
     if len(tokenizer) > size:
-        raise InputError(f"model.path: the tokenizer has {len(tokenizer)} tokens, the model {size}; give a tokenizer that belongs to it")
+        raise InputError(
+            f"model.path: the tokenizer has {len(tokenizer)} tokens, the model {size}; give a tokenizer that belongs to it"
+        )
 
 
 def choose_attention(config: TrainerConfig, device: torch.device) -> str:
@@ -147,14 +153,18 @@ def build_model(folder: Path, config: TrainerConfig, attention: str) -> Any:
     from accelerate import init_empty_weights
 
     with init_empty_weights(include_buffers=False):
-        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder), dtype=torch.float32, attn_implementation=attention)
+        model = AutoModelForCausalLM.from_config(
+            AutoConfig.from_pretrained(folder), dtype=torch.float32, attn_implementation=attention
+        )
     model.tie_weights()
     for method in (supervised_loss, plain_logits):
         setattr(model, method.__name__, types.MethodType(method, model))
     for pattern in config.model.freeze:
         names = fnmatch.filter((name for name, _ in model.named_parameters()), pattern)
         if not names:
-            raise InputError(f"model.freeze: no parameter is named like {pattern}; names look like {next(model.named_parameters())[0]}")
+            raise InputError(
+                f"model.freeze: no parameter is named like {pattern}; names look like {next(model.named_parameters())[0]}"
+            )
         for name in names:
             model.get_parameter(name).requires_grad_(False)
     if not any(parameter.requires_grad for parameter in model.parameters()):
@@ -171,7 +181,9 @@ def load_pretrained(model: nn.Module, folder: Path) -> None:
     parameters = dict(model.named_parameters())
     missing = sorted(set(parameters) - set(where))
     if missing:
-        raise InputError(f"model.path: {folder} lacks the weights {', '.join(missing[:3])} ({len(missing)} in all); give a complete model")
+        raise InputError(
+            f"model.path: {folder} lacks the weights {', '.join(missing[:3])} ({len(missing)} in all); give a complete model"
+        )
     for file in sorted(set(where.values())):
         with safe_open(file, framework="pt") as weights:
             for name in weights.keys() & parameters.keys():
@@ -207,7 +219,7 @@ def supervised_loss(model: Any, input_ids: torch.Tensor, position_ids: torch.Ten
 
 
 def _chunk_loss(model: Any, hidden: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    return F.cross_entropy(logits(model, hidden).float(), labels, reduction="sum")
+    return cross_entropy(logits(model, hidden).float(), labels, reduction="sum")
 
 
 def logits(model: Any, hidden: torch.Tensor) -> torch.Tensor:
@@ -242,7 +254,9 @@ def answer(model: Any, tokenizer: Any, messages: list[dict[str, str]], max_new_t
     """The model's greedy answer to a conversation. A collective: every rank gives the same arguments."""
     inputs = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt", return_dict=True).to(device)
     stop = [*_as_list(model.generation_config.eos_token_id), *_as_list(tokenizer.eos_token_id)]
-    output = model.generate(**inputs, max_new_tokens=max_new_tokens, do_sample=False, eos_token_id=stop, pad_token_id=stop[0] if stop else 0)
+    output = model.generate(
+        **inputs, max_new_tokens=max_new_tokens, do_sample=False, eos_token_id=stop, pad_token_id=stop[0] if stop else 0
+    )
     return tokenizer.decode(output[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True).strip()
 
 

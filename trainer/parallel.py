@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch._C._distributed_c10d import HashStore
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 
@@ -74,7 +75,7 @@ def join_world(stop_asked: Callable[[], bool]) -> Iterator[World]:
     own = not dist.is_initialized()
     if own:
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-        alone = {} if "RANK" in os.environ else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
+        alone = {} if "RANK" in os.environ else {"store": HashStore(), "rank": 0, "world_size": 1}
         dist.init_process_group(backend, **alone)
     try:
         size = dist.get_world_size()
@@ -91,7 +92,7 @@ def compute_type(config: TrainerConfig, device: torch.device) -> torch.dtype:
     return getattr(torch, config.precision)
 
 
-def shard(model: nn.Module, world: World, dtype: torch.dtype) -> FSDPModule:
+def shard(model: Any, world: World, dtype: torch.dtype) -> Any:
     """Shards a model on the meta device, block by block, and gives every rank the memory of its own shards only.
 
     Blocks are the modules that the model's author says must not be split. Gradients are reduced in float32.
@@ -99,13 +100,13 @@ def shard(model: nn.Module, world: World, dtype: torch.dtype) -> FSDPModule:
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
     reshard = sum(parameter.numel() for parameter in model.parameters()) * dtype.itemsize > KEEP_GATHERED
     for module in model.modules():
-        if type(module).__name__ in (model._no_split_modules or ()):  # pyright: ignore[reportOperatorIssue]
+        if type(module).__name__ in (model._no_split_modules or ()):
             fully_shard(module, mesh=world.mesh, mp_policy=policy, reshard_after_forward=reshard)
     fully_shard(model, mesh=world.mesh, mp_policy=policy)
     for method in ("supervised_loss", "plain_logits"):
         register_fsdp_forward_method(model, method)
     materialize(model, world.device)
-    return model  # pyright: ignore[reportReturnType]
+    return model
 
 
 def free_gathered(model: nn.Module) -> None:

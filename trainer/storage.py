@@ -10,7 +10,7 @@ import shutil
 import tempfile
 from collections.abc import Iterable
 from pathlib import Path
-from typing import IO, Any, Protocol
+from typing import Any, BinaryIO, Protocol
 
 from trainer.config import InputError, StorageConfig
 
@@ -32,7 +32,7 @@ class Storage(Protocol):
 
     def delete(self, keys: Iterable[str]) -> None: ...
 
-    def open(self, key: str) -> IO[bytes]:
+    def open(self, key: str) -> BinaryIO:
         """A seekable stream for reading."""
         ...
 
@@ -105,7 +105,7 @@ class LocalStorage:
                 parent.rmdir()
                 parent = parent.parent
 
-    def open(self, key: str) -> IO[bytes]:
+    def open(self, key: str) -> BinaryIO:
         return (self.root / key).open("rb")
 
     def upload(self, source: Path, key: str) -> None:
@@ -175,12 +175,12 @@ class S3Storage:
         for key in keys:
             self.client.delete_object(Bucket=self.bucket, Key=self._key(key))
 
-    def open(self, key: str) -> IO[bytes]:
+    def open(self, key: str) -> BinaryIO:
         # DCP seeks in a shard many times; a local copy turns that into one parallel transfer.
-        file = tempfile.TemporaryFile()
+        file = tempfile.TemporaryFile()  # noqa: SIM115 (the caller closes it)
         self.client.download_fileobj(self.bucket, self._key(key), file)
         file.seek(0)
-        return file
+        return file  # pyright: ignore[reportReturnType]
 
     def upload(self, source: Path, key: str) -> None:
         self.client.upload_file(str(source), self.bucket, self._key(key))

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from trainer.checkpoint import Checkpoints
-from trainer.config import RunFailed, RunFile, TrainerConfig
+from trainer.config import RunError, RunFile, TrainerConfig
 from trainer.data import MicroBatch, Plan, Tokens, epoch_zero, micro_batches, num_supervised, num_tokens
 from trainer.metrics import Journal, Meter
 from trainer.model import answer, build_model, check_head, choose_attention, export, fetch_model, load_pretrained, load_tokenizer
@@ -116,7 +116,7 @@ def batch_loss(model: Any, batch: MicroBatch, world: World) -> torch.Tensor:
 def finite(step: int, loss: float) -> float:
     """The loss, unless it is none: a run must not go on to save weights that are lost."""
     if not math.isfinite(loss):
-        raise RunFailed(f"the loss of step {step} is {loss}; lower optim.lr, or raise schedule.warmup_steps")
+        raise RunError(f"the loss of step {step} is {loss}; lower optim.lr, or raise schedule.warmup_steps")
     return loss
 
 

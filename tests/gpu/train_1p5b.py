@@ -16,7 +16,7 @@ import sys
 from pathlib import Path
 
 import torch
-from transformers import Qwen2Config, Qwen2ForCausalLM
+from transformers import AutoModelForCausalLM, Qwen2Config
 
 ROOT = Path(__file__).parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "trainer")]
@@ -35,13 +35,12 @@ def make_model(folder: Path) -> None:
         num_attention_heads=12,
         num_key_value_heads=2,
         max_position_embeddings=32768,
-        rope_theta=1e6,
         tie_word_embeddings=True,
         dtype=torch.bfloat16,
     )
     torch.manual_seed(0)
     with torch.device("cuda"):
-        Qwen2ForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
+        AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(folder)
     build_tokenizer().save_pretrained(folder)
 
 
@@ -68,7 +67,9 @@ def train(name: str, rows: Path, folder: Path, gpus: int) -> None:
     config = folder / f"{name}.json"
     config.write_text(json.dumps(settings))
     launcher = [sys.executable] if gpus == 1 else [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={gpus}"]
-    subprocess.run([*launcher, "-m", "trainer", "train", "--config", str(config)], check=True, env=os.environ | {"PYTHONPATH": _path()})
+    subprocess.run(
+        [*launcher, "-m", "trainer", "train", "--config", str(config)], check=True, env=os.environ | {"PYTHONPATH": _path()}
+    )
     run = max((folder / f"runs-{gpus}").glob(f"{name}-*"), key=lambda path: path.stat().st_mtime)
     steps = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     steps = [row for row in steps if "loss" in row]

@@ -20,7 +20,10 @@ def run_processes(size: int, function: Callable[..., Any], *arguments: Any) -> l
         sock.bind(("127.0.0.1", 0))
         port = sock.getsockname()[1]
     with tempfile.TemporaryDirectory() as folder:
-        workers = [CONTEXT.Process(target=_run, args=(rank, size, port, folder, function, arguments)) for rank in range(size)]
+        workers = [
+            CONTEXT.Process(target=_run, args=(rank, size, port, folder, dict(os.environ), function, arguments))
+            for rank in range(size)
+        ]
         for worker in workers:
             worker.start()
         for worker in workers:
@@ -36,11 +39,20 @@ def run_processes(size: int, function: Callable[..., Any], *arguments: Any) -> l
         return results
 
 
-def _run(rank: int, size: int, port: int, folder: str, function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
+def _run(
+    rank: int,
+    size: int,
+    port: int,
+    folder: str,
+    environment: dict[str, str],
+    function: Callable[..., Any],
+    arguments: tuple[Any, ...],
+) -> None:
     import torch
 
     torch.set_num_threads(1)
-    os.environ |= {
+    # The fork server's environment is that of its start, not the test's.
+    os.environ |= environment | {
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),
         "WORLD_SIZE": str(size),

@@ -74,7 +74,11 @@ def test_set_overrides_one_setting_and_refuses_what_is_not_one(tmp_path: Path) -
     path = tmp_path / "c.json"
     path.write_text(json.dumps(BASE))
     assert load_settings(TrainerConfig, path, ["optim.lr=3e-4", "batch.sequences=2"]).optim.lr == 3e-4
-    for text, sentence in (("optim.lr", "write it as a.b=value"), ("name.x=1", "name is a single value"), ("optim.x=1", "unknown setting")):
+    for text, sentence in (
+        ("optim.lr", "write it as a.b=value"),
+        ("name.x=1", "name is a single value"),
+        ("optim.x=1", "unknown setting"),
+    ):
         with pytest.raises(InputError, match=sentence):
             load_settings(TrainerConfig, path, [text])
 

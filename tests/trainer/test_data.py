@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from tiny import WORDS, build_tokenizer, config, save_model
 
 from trainer.config import InputError, TrainerConfig
-from trainer.data import Plan, Tokens, encode, end_of_turn, micro_batches, num_supervised, pack, parse_row, tokenize
+from trainer.data import Plan, Tokens, encode, end_of_turn, micro_batches, num_supervised, pack, tokenize
 
 TOKENIZER = build_tokenizer()
 GOOD = {"messages": [{"role": "user", "content": "red"}, {"role": "assistant", "content": "blue stone"}]}
@@ -62,7 +62,9 @@ def test_all_kinds_of_problems_are_listed_once_with_their_number(tmp_path: Path)
     assert second.startswith(f"{path}:4: not valid JSON")
 
 
-@pytest.mark.parametrize(("content", "sentence"), [(b"", "holds no rows"), (b"\n\n", "holds no rows"), (b'{"a": "\xff"}', ":1: byte 8 is not UTF-8")])
+@pytest.mark.parametrize(
+    ("content", "sentence"), [(b"", "holds no rows"), (b"\n\n", "holds no rows"), (b'{"a": "\xff"}', ":1: byte 8 is not UTF-8")]
+)
 def test_a_file_without_usable_rows_is_refused(tmp_path: Path, content: bytes, sentence: str) -> None:
     (tmp_path / "rows.jsonl").write_bytes(content)
     with pytest.raises(InputError, match=sentence):
@@ -77,7 +79,14 @@ def test_a_missing_file_is_refused(tmp_path: Path) -> None:
 def test_the_same_rows_give_the_same_tokens_whatever_their_framing(tmp_path: Path) -> None:
     rows = [GOOD, json.loads(turns(("system", "é"), ("user", "a"), ("assistant", "ü b")))]
     plain = "\n".join(json.dumps(row, ensure_ascii=False) for row in rows)
-    framings = [plain, plain + "\n", "\ufeff" + plain, plain.replace("\n", "\r\n"), plain.replace("\n", "\n\n \n"), json.dumps(rows[0]) + "\n" + json.dumps(rows[1])]
+    framings = [
+        plain,
+        plain + "\n",
+        "\ufeff" + plain,
+        plain.replace("\n", "\r\n"),
+        plain.replace("\n", "\n\n \n"),
+        json.dumps(rows[0]) + "\n" + json.dumps(rows[1]),
+    ]
     swapped = [{"messages": [dict(reversed(message.items())) for message in row["messages"]]} for row in rows]
     framings.append("\n".join(json.dumps(row) for row in swapped))
     found = []
@@ -98,7 +107,9 @@ def test_supervised_tokens_decode_to_the_assistants_text_and_end_of_turn(convers
         # A text that spells a special token is that token: refusing it is the data's business, not the mask's.
         messages += [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
     ids, mask = encode(messages, TOKENIZER)
-    assert TOKENIZER.decode([i for i, on in zip(ids, mask, strict=True) if on]) == "".join(f"{answer}<|im_end|>" for _, answer in conversation)
+    assert TOKENIZER.decode([i for i, on in zip(ids, mask, strict=True) if on]) == "".join(
+        f"{answer}<|im_end|>" for _, answer in conversation
+    )
     text = TOKENIZER.apply_chat_template(messages, tokenize=False)
     assert TOKENIZER.decode(ids) == text
 
@@ -116,7 +127,9 @@ def test_a_template_that_rewrites_earlier_turns_is_refused_where_it_matters() ->
 
 def test_a_template_that_refuses_a_role_gives_its_own_reason() -> None:
     tokenizer = build_tokenizer()
-    tokenizer.chat_template = "{% if messages[0]['role'] == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}x"
+    tokenizer.chat_template = (
+        "{% if messages[0]['role'] == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}x"
+    )
     with pytest.raises(ValueError, match=r"the chat template refuses it \(System role not supported\)"):
         encode([{"role": "system", "content": "a"}, *GOOD["messages"]], tokenizer)
 
@@ -175,7 +188,9 @@ def test_labels_are_the_next_token_and_never_a_rows_first(tmp_path: Path) -> Non
 @pytest.mark.parametrize("rows", [1, 2, 5])
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
 def test_few_rows_still_give_every_rank_the_same_number_of_micro_batches(tmp_path: Path, rows: int, size: int) -> None:
-    one = config(tmp_path, batch={"sequences": 8, "micro_batch": 2}, data={"sequence_length": 32}, duration={"steps": None, "epochs": 1})
+    one = config(
+        tmp_path, batch={"sequences": 8, "micro_batch": 2}, data={"sequence_length": 32}, duration={"steps": None, "epochs": 1}
+    )
     (tmp_path / "train.jsonl").write_text("\n".join([json.dumps(GOOD)] * rows))
     tokens = tokenize(one.data.train, TOKENIZER, one)
     plan = Plan(tokens, one)

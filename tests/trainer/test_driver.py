@@ -109,12 +109,16 @@ def test_bad_settings_are_one_sentence_and_exit_code_2(
     assert len(text.splitlines()) == 1
 
 
-def test_a_missing_settings_file_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_missing_settings_file_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     text = refusal(["train", "--config", str(tmp_path / "no.json")], monkeypatch, capsys)
     assert text == f"error: {tmp_path}/no.json: No such file or directory; give an existing settings file"
 
 
-def test_data_that_changed_under_a_run_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_data_that_changed_under_a_run_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     config = write_config(tmp_path)
     run_processes(1, run_training, json.loads(config.read_text()), 1)
     rows = (tmp_path / "train.jsonl").read_text().splitlines(keepends=True)
@@ -166,7 +170,9 @@ def test_a_run_under_ray_stops_on_sigterm_resumes_and_ends_as_one_without_ray(tm
     assert json.loads((run / "outcome.json").read_text())["outcome"] == "complete"
 
     before = time.monotonic()
-    third = subprocess.run([sys.executable, "-m", "trainer", "train", "--config", str(config)], capture_output=True, text=True, env=ENVIRONMENT)
+    third = subprocess.run(
+        [sys.executable, "-m", "trainer", "train", "--config", str(config)], capture_output=True, text=True, env=ENVIRONMENT
+    )
     assert (third.returncode, third.stdout) == (0, f"{run} is complete (step 150); change a setting to train another\n")
     assert time.monotonic() - before < 15
 

@@ -53,6 +53,7 @@ def test_the_chunked_loss_is_the_models_own(tmp_path: Path, family: str, monkeyp
     reference.backward()
     assert mine.item() == pytest.approx(reference.item(), rel=1e-5)
     for (name, a), (_, b) in zip(ours.named_parameters(), theirs.named_parameters(), strict=True):
+        assert a.grad is not None and b.grad is not None
         assert torch.allclose(a.grad, b.grad, rtol=1e-3, atol=1e-5), name
 
 
@@ -90,7 +91,10 @@ def test_frozen_parameters_keep_their_values_and_others_learn(tmp_path: Path) ->
     values = settings(tmp_path, duration={"steps": 2})
     values["model"]["freeze"] = ["model.layers.0.*", "model.embed_tokens.weight"]
     [result, _] = run_processes(2, run_training, values)
-    after, before = load_file(Path(result["uri"], "model", "model.safetensors")), load_file(tmp_path / "model" / "model.safetensors")
+    after, before = (
+        load_file(Path(result["uri"], "model", "model.safetensors")),
+        load_file(tmp_path / "model" / "model.safetensors"),
+    )
     frozen = {name for name in after if torch.equal(after[name], before[name])}
     assert frozen == {name for name in after if name.startswith("model.layers.0.") or name == "model.embed_tokens.weight"}
 

@@ -46,7 +46,13 @@ def test_norms_and_biases_do_not_decay_and_frozen_parameters_are_left_out() -> N
     model[2].weight.requires_grad_(False)
     optimizer = build_optimizer(model, OptimConfig(weight_decay=0.1))
     decays = {id(p): group["weight_decay"] for group in optimizer.param_groups for p in group["params"]}
-    assert decays == {id(model[0].weight): 0.1, id(model[0].bias): 0.0, id(model[1].weight): 0.0, id(model[1].bias): 0.0, id(model[2].bias): 0.0}
+    assert decays == {
+        id(model[0].weight): 0.1,
+        id(model[0].bias): 0.0,
+        id(model[1].weight): 0.0,
+        id(model[1].bias): 0.0,
+        id(model[2].bias): 0.0,
+    }
 
 
 def test_moments_made_ahead_give_the_steps_of_plain_adamw() -> None:

@@ -13,7 +13,6 @@ from tiny import FAMILIES, build_tokenizer, config, settings
 
 from trainer.data import Plan, tokenize
 
-
 RESHARDED = -2  # two processes whose weights are freed between forward and backward
 
 
@@ -25,7 +24,9 @@ def relative(a: torch.Tensor, b: torch.Tensor) -> float:
 def steps(tmp_path_factory: pytest.TempPathFactory) -> dict[int, list[dict[str, Any]]]:
     """Facts of step 1 by number of processes: one, two, and three, which have a short rank."""
     values = settings(tmp_path_factory.mktemp("steps"), batch={"sequences": 4, "micro_batch": 1}, optim={"clip_norm": 0.5})
-    return {size: run_processes(size, step_facts, values) for size in (1, 2, 3)} | {RESHARDED: run_processes(2, step_facts, values, 0)}
+    return {size: run_processes(size, step_facts, values) for size in (1, 2, 3)} | {
+        RESHARDED: run_processes(2, step_facts, values, 0)
+    }
 
 
 @pytest.mark.parametrize("size", [2, 3, RESHARDED])

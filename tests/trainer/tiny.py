@@ -7,8 +7,15 @@ from typing import Any
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
-from transformers import Gemma3TextConfig, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
+from transformers import (
+    AutoModelForCausalLM,
+    Gemma3TextConfig,
+    LlamaConfig,
+    MistralConfig,
+    PreTrainedTokenizerFast,
+    Qwen2Config,
+    Qwen3Config,
+)
 
 from trainer.config import TrainerConfig
 
@@ -16,7 +23,28 @@ CHATML = (
     "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' + '\n' }}"
     "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
-WORDS = "red blue green cold warm north south river stone cloud apple seven three runs sleeps sings over under the a".split()
+WORDS = [
+    "red",
+    "blue",
+    "green",
+    "cold",
+    "warm",
+    "north",
+    "south",
+    "river",
+    "stone",
+    "cloud",
+    "apple",
+    "seven",
+    "three",
+    "runs",
+    "sleeps",
+    "sings",
+    "over",
+    "under",
+    "the",
+    "a",
+]
 SHAPE: dict[str, Any] = {
     "vocab_size": 320,
     "hidden_size": 32,
