@@ -87,6 +87,16 @@ REFUSED = {
     ),
     "a label of KubeRay": (CPU, {"podLabels": {"app.kubernetes.io/name": "x"}}, ["podLabels.app.kubernetes.io/name"]),
     "a label of Ray": (CPU, {"podLabels": {"ray.io/cluster": "x"}}, ["podLabels.ray.io/cluster"]),
+    "an annotation of KubeRay": (
+        CPU,
+        {"podAnnotations": {"ray.io/overwrite-container-cmd": "true"}},
+        ["podAnnotations.ray.io/overwrite-container-cmd"],
+    ),
+    "EFA of an unknown type": (
+        merged(NEEDS_FIGURES, {"workers": {"gpuMemoryGiB": 80}}),
+        {"efa": {"required": True}},
+        ["efa.required is true", "does not know g9.4xlarge", "workers.efa"],
+    ),
     "a label of the chart": (
         CPU,
         {"monitoring": {"labels": {"helm.sh/chart": "x"}}},

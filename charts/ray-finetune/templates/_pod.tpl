@@ -11,19 +11,16 @@ labels:
   app.kubernetes.io/component: {{ .role }}
   {{- include "ray-finetune.selectorLabels" .root | nindent 2 }}
   ray-finetune.io/run: {{ .run | quote }}
-annotations:
-  {{- with .root.Values.podAnnotations }}
-  {{- include "ray-finetune.stringMap" . | nindent 2 }}
-  {{- end }}
-  {{- /* Consolidation would end a run to save a node. */}}
-  karpenter.sh/do-not-disrupt: "true"
-  {{- if eq .role "worker" }}
-  {{- range $level, $key := dict "required" "requiredTopology" "preferred" "preferredTopology" }}
-  {{- with get $.root.Values.queue $key }}
-  kueue.x-k8s.io/podset-{{ $level }}-topology: {{ . | quote }}
-  {{- end }}
-  {{- end }}
-  {{- end }}
+{{- /* Consolidation would end a run to save a node. */}}
+{{- $annotations := dict "karpenter.sh/do-not-disrupt" true }}
+{{- if eq .role "worker" }}
+{{- range $level, $key := dict "required" "requiredTopology" "preferred" "preferredTopology" }}
+{{- with get $.root.Values.queue $key }}
+{{- $_ := set $annotations (printf "kueue.x-k8s.io/podset-%s-topology" $level) . }}
+{{- end }}
+{{- end }}
+{{- end }}
+annotations: {{- include "ray-finetune.stringMap" (mergeOverwrite $annotations .root.Values.podAnnotations) | nindent 2 }}
 {{- end -}}
 
 {{- define "ray-finetune.pod" -}}

@@ -6,6 +6,9 @@
 {{- if and (not (kindIs "invalid" .Values.workers.efa)) (not (int .Values.workers.efa)) -}}
 {{- fail "efa.required is true, but workers.efa is 0: leave workers.efa out, or set efa.required to false" -}}
 {{- end -}}
+{{- if and .Values.workers.instanceType (not (include "ray-finetune.catalogue" . | fromJson)) -}}
+{{- fail (printf "efa.required is true, but the chart does not know %s: write the number of its interfaces as workers.efa" .Values.workers.instanceType) -}}
+{{- end -}}
 {{- fail (printf "efa.required is true, but %s has no EFA interface: choose a type that has, such as g6.8xlarge or larger, or set efa.required to false" (default "a worker without workers.instanceType" .Values.workers.instanceType)) -}}
 {{- end -}}
 {{- if and (int $node.efa) (not (int $node.gpus)) -}}
@@ -50,6 +53,11 @@
 {{- range $key, $_ := .Values.podLabels -}}
 {{- if regexMatch "^(app\\.kubernetes\\.io/(name|created-by|instance|component)$|ray\\.io/|ray-finetune\\.io/|kueue\\.x-k8s\\.io/)" $key -}}
 {{- fail (printf "podLabels.%s is a label by which pods are found: leave it out" $key) -}}
+{{- end -}}
+{{- end -}}
+{{- range $key, $_ := .Values.podAnnotations -}}
+{{- if regexMatch "^(ray\\.io|kueue\\.x-k8s\\.io)/" $key -}}
+{{- fail (printf "podAnnotations.%s changes how KubeRay or Kueue treats a pod: leave it out" $key) -}}
 {{- end -}}
 {{- end -}}
 {{- range $key, $_ := .Values.monitoring.labels -}}
