@@ -36,6 +36,14 @@ def test_an_object_that_does_not_fit_is_found(right, wrong):
 
 
 @shipped
+def test_its_manifest_has_no_blanks_at_line_ends(values):
+    assert [line for line in helm_template(values).stdout.splitlines() if line != line.rstrip()] == []
+
+
+RUNS = [values for values in SHIPPED if values.name != "efa-test-values.yaml"]
+
+
+@pytest.mark.parametrize("values", RUNS, ids=[str(path.relative_to(ROOT)) for path in RUNS])
 def test_its_run_file_is_what_the_trainer_reads_and_holds_the_trainer_settings_verbatim(values):
     run = run_file(render(values))
     assert run["trainer"] == yaml.load(values.read_text(), Yaml12Loader)["trainer"]

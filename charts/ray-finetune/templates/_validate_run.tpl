@@ -18,6 +18,9 @@
 {{- if and (eq (include "ray-finetune.efaRequired" .) "true") (not (has (lower $network) (list "libfabric" "aws libfabric" "ofi"))) -}}
 {{- fail (printf "env.NCCL_NET is %q, but EFA is required, as it is where several nodes have it: leave it out, or set efa.required to false" $network) -}}
 {{- end -}}
+{{- if and .Values.efa.test (not (int $node.efa)) -}}
+{{- fail "efa.test is true, but workers ask for no EFA interface: set workers.instanceType to a type that has, and workers.nodes to 2 or more" -}}
+{{- end -}}
 {{- if and .Values.efa.lockMemory (not (int $node.efa)) -}}
 {{- fail "efa.lockMemory is true, but workers ask for no EFA interface and only EFA locks memory: leave it out" -}}
 {{- end -}}
