@@ -8,14 +8,10 @@ import pytest
 
 SCRIPT = Path(__file__).parents[2] / "image/cuda-compat.sh"
 PROPRIETARY = "NVRM version: NVIDIA UNIX x86_64 Kernel Module  {}  Tue Sep 16 19:36:31 UTC 2025\nGCC version: 14.2.1\n"
-OPEN = (
-    "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  {}  Release Build  (dvs-builder)\nGCC version: 14.2.1\n"
-)
+OPEN = "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  {}  Release Build  (dvs-builder)\nGCC version: 14.2.1\n"
 
 
-def library_path(
-    tmp_path: Path, driver: str | None, command: str = 'echo "$LD_LIBRARY_PATH"', banner: str = OPEN
-) -> str:
+def library_path(tmp_path: Path, driver: str | None, command: str = 'echo "$LD_LIBRARY_PATH"', banner: str = OPEN) -> str:
     """What a shell prints that KubeRay starts on a host with this driver, where the image's CUDA brings 580.95.05."""
     compat = tmp_path / "cuda/compat"
     compat.mkdir(parents=True)
@@ -31,9 +27,7 @@ def library_path(
         "LD_LIBRARY_PATH": "/opt/lib",
         "NVIDIA_DRIVER_VERSION_FILE": str(driver_file),
     }
-    result = subprocess.run(
-        ["/bin/bash", "-c", "--", command], env=environment, capture_output=True, text=True, check=True
-    )
+    result = subprocess.run(["/bin/bash", "-c", "--", command], env=environment, capture_output=True, text=True, check=True)
     assert result.stderr == ""
     return result.stdout.strip().replace(str(compat), "COMPAT")
 
