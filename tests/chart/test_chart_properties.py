@@ -72,6 +72,9 @@ def test_any_values_of_the_schema_render_to_valid_objects_with_every_value_uncha
     assert objects
     for obj in objects.values():
         jsonschema.Draft7Validator(schemas()[obj["kind"]]).validate(obj)
+    if "RayJob" not in objects:
+        assert set(objects) <= {"Job", "ResourceClaimTemplate"}  # the test of EFA, in place of a run
+        return
     assert_same_json(objects["ConfigMap"]["data"]["run.json"], values["trainer"])
     for role in ("head", "worker"):
         assert_text_arrived(values.get("env", {}), env(objects, role))
