@@ -135,6 +135,7 @@ def _train_here(run: RunFile, storage: Storage, progress: Progress) -> str:
 
 def _train_on_ray(run: RunFile, progress: Progress) -> str:
     """`fit` blocks, so it runs in a thread; signals reach only the main thread, which passes a stop on to the workers."""
+    os.environ.setdefault("RAY_worker_niceness", "0")  # Ray gives way to everything else on a machine otherwise
     os.environ.setdefault("RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S", "1800")  # nodes and images take minutes to come
     import ray
 

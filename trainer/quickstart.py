@@ -19,7 +19,7 @@ from trainer.config import Hardware, InputError, RunFile, TrainerConfig, overrid
 
 FOLDER = Path(".cache/quickstart")  # relative, so that the run's fingerprint is the same on every machine
 GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
-TOPICS = ("computers", "food", "history", "literature", "money", "movies", "science", "sports", "trivia")
+TOPICS = ("ai", "computers", "conversations", "emotion", "food", "history", "literature", "money", "movies", "science", "sports", "trivia")
 NUM_HELD_OUT = 40
 SYSTEM = "Answer in one short sentence."
 
@@ -30,7 +30,7 @@ SETTINGS: dict[str, Any] = {
     "name": "quickstart",
     "model": {"path": str(FOLDER / "model"), "gguf_file": GGUF},
     "data": {"train": str(FOLDER / "train.jsonl"), "eval": str(FOLDER / "eval.jsonl"), "sequence_length": 256},
-    "duration": {"epochs": 2},
+    "duration": {"epochs": 1},
     "batch": {"sequences": 4, "micro_batch": 2},
     "optim": {"lr": 2e-4},
     "schedule": {"name": "cosine", "warmup_steps": 3, "min_ratio": 0.1},
@@ -92,7 +92,7 @@ def _write_rows(folder: Path) -> None:
             question, reply = (str(text).strip() for text in conversation[:2])
             pairs.setdefault(question.casefold(), (question, reply))
     rows = list(pairs.values())
-    random.Random(0).shuffle(rows)
+    random.Random(2).shuffle(rows)
     held_out = rows[:NUM_HELD_OUT]
     known = {reply.casefold() for _, reply in held_out}
     train = [row for row in rows[NUM_HELD_OUT:] if row[1].casefold() not in known]
