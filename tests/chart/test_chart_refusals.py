@@ -131,44 +131,45 @@ def test_values_that_cannot_work_are_refused_with_the_key_and_the_figure(base, c
 
 SCHEMA_REFUSED = {
     "a misspelt key": ({"worker": {}}, ["worker"]),
-    "a misspelt trainer key": ({"trainer": {"optimm": {}}}, ["/trainer", "optimm"]),
-    "a wrong type in the trainer": ({"trainer": {"optim": {"lr": "fast"}}}, ["/trainer/optim/lr"]),
-    "nodes as text": ({"workers": {"nodes": "2"}}, ["/workers/nodes"]),
-    "no nodes": ({"workers": {"nodes": 0}}, ["/workers/nodes"]),
-    "half a node": ({"workers": {"nodes": 1.5}}, ["/workers/nodes"]),
-    "memory without a unit": ({"workers": {"memory": "1024"}}, ["/workers/memory"]),
-    "memory in a decimal unit": ({"workers": {"memory": "4G"}}, ["/workers/memory"]),
-    "no CPU": ({"workers": {"cpu": 0}}, ["/workers/cpu"]),
-    "no deadline": ({"lifecycle": {"activeDeadlineSeconds": 0}}, ["/lifecycle/activeDeadlineSeconds"]),
-    "no start deadline": ({"lifecycle": {"preRunningDeadlineSeconds": 0}}, ["/lifecycle/preRunningDeadlineSeconds"]),
-    "negative retries": ({"lifecycle": {"backoffLimit": -1}}, ["/lifecycle/backoffLimit"]),
-    "negative TTL": ({"lifecycle": {"ttlSecondsAfterFinished": -1}}, ["/lifecycle/ttlSecondsAfterFinished"]),
+    "a misspelt trainer key": ({"trainer": {"optimm": {}}}, ["trainer", "optimm"]),
+    "a wrong type in the trainer": ({"trainer": {"optim": {"lr": "fast"}}}, ["trainer.optim.lr"]),
+    "nodes as text": ({"workers": {"nodes": "2"}}, ["workers.nodes"]),
+    "no nodes": ({"workers": {"nodes": 0}}, ["workers.nodes"]),
+    "half a node": ({"workers": {"nodes": 1.5}}, ["workers.nodes"]),
+    "memory without a unit": ({"workers": {"memory": "1024"}}, ["workers.memory"]),
+    "memory in a decimal unit": ({"workers": {"memory": "4G"}}, ["workers.memory"]),
+    "no CPU": ({"workers": {"cpu": 0}}, ["workers.cpu"]),
+    "no deadline": ({"lifecycle": {"activeDeadlineSeconds": 0}}, ["lifecycle.activeDeadlineSeconds"]),
+    "no start deadline": ({"lifecycle": {"preRunningDeadlineSeconds": 0}}, ["lifecycle.preRunningDeadlineSeconds"]),
+    "negative retries": ({"lifecycle": {"backoffLimit": -1}}, ["lifecycle.backoffLimit"]),
+    "negative TTL": ({"lifecycle": {"ttlSecondsAfterFinished": -1}}, ["lifecycle.ttlSecondsAfterFinished"]),
     "a short grace period": (
         {"lifecycle": {"terminationGracePeriodSeconds": 29}},
-        ["/lifecycle/terminationGracePeriodSeconds"],
+        ["lifecycle.terminationGracePeriodSeconds"],
     ),
-    "suspend": ({"lifecycle": {"suspend": True}}, ["/lifecycle", "suspend"]),
+    "suspend": ({"lifecycle": {"suspend": True}}, ["lifecycle", "suspend"]),
     "a section set to null": ({"workers": None}, ["workers"]),
-    "a bad digest": ({"image": {"digest": "sha256:abc"}}, ["/image/digest"]),
+    "a bad digest": ({"image": {"digest": "sha256:abc"}}, ["image.digest"]),
     "two sources of a variable": (
         {"env": {"A": {"valueFrom": {"secretKeyRef": {"name": "a", "key": "b"}, "fieldRef": {"fieldPath": "x"}}}}},
-        ["/env/A"],
+        ["env.A"],
     ),
     "a bad variable name": ({"env": {"A-B": "x"}}, ["A-B"]),
-    "a queue that Kueue refuses": ({"queue": {"name": "GPUs"}}, ["/queue/name"]),
-    "a bad label": ({"podLabels": {"team": "not a label"}}, ["/podLabels/team"]),
+    "a queue that Kueue refuses": ({"queue": {"name": "GPUs"}}, ["queue.name"]),
+    "a bad label": ({"podLabels": {"team": "not a label"}}, ["podLabels.team"]),
 }
 
 
 @pytest.mark.parametrize(("change", "words"), SCHEMA_REFUSED.values(), ids=SCHEMA_REFUSED)
 def test_values_of_the_wrong_shape_are_refused_with_their_path(change, words):
-    message = refusal(merged(CPU, change))
+    # Helm writes paths with slashes since 3.18, before that with dots.
+    message = refusal(merged(CPU, change)).replace("/", ".")
     assert all(word in message for word in words), message
 
 
 def test_without_trainer_settings_the_missing_ones_are_named():
     message = refusal({"workers": CPU["workers"]})
-    assert "/trainer" in message
+    assert "trainer" in message
     assert all(key in message for key in ("name", "model", "data"))
 
 
