@@ -156,6 +156,10 @@ SCHEMA_REFUSED = {
     ),
     "a bad variable name": ({"env": {"A-B": "x"}}, ["A-B"]),
     "a queue that Kueue refuses": ({"queue": {"name": "GPUs"}}, ["queue.name"]),
+    "a toleration that Kubernetes refuses": (
+        {"head": {"tolerations": [{"key": "a", "operator": "Exists", "value": "b"}]}},
+        ["head.tolerations.0"],
+    ),
     "a bad label": ({"podLabels": {"team": "not a label"}}, ["podLabels.team"]),
 }
 
