@@ -185,7 +185,7 @@ def _fit(run: RunFile, failure: list[Exception]) -> None:
         trainer = TorchTrainer(
             work,
             train_loop_config={"run": run.model_dump(mode="json"), "cwd": os.getcwd()},
-            torch_config=TorchConfig(backend="nccl" if hardware.gpus_per_node else "gloo"),
+            torch_config=TorchConfig(backend="cpu:gloo,cuda:nccl" if hardware.gpus_per_node else "gloo"),
             scaling_config=ScalingConfig(
                 num_workers=hardware.workers,
                 use_gpu=hardware.gpus_per_node > 0,

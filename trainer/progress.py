@@ -11,7 +11,7 @@ class Progress:
         self.console = Console(highlight=False, soft_wrap=True)
         self.uri, self.step = uri, 0
         self.shown = ""
-        self.first_loss: float | None = None
+        self.before: dict[str, Any] | None = None  # the evaluation before the first step
         self.silent = os.environ.get("RANK", "0") != "0"
 
     def say(self, text: str) -> None:
@@ -38,9 +38,13 @@ class Progress:
         self._draw()
 
     def _evaluated(self, row: dict[str, Any]) -> None:
-        before = "" if self.first_loss is None else f" (before: {self.first_loss:.3f})"
-        self.first_loss = row["eval_loss"] if self.first_loss is None else self.first_loss
-        self.say(f"held-out loss {row['eval_loss']:.3f}{before}")
+        if self.before is None:
+            self.before = row
+            return self.say(f"held-out loss before training {row['eval_loss']:.3f}")
+        self.say(f"held-out loss {row['eval_loss']:.3f} (before: {self.before['eval_loss']:.3f})")
+        for asked, answered in zip(self.before["samples"], row.get("samples", []), strict=False):
+            self.say(f"  {asked['messages'][-1]['content']}\n    before: {asked['answer']}\n    after:  {answered['answer']}")
+        return None
 
     def ended(self, ending: str) -> None:
         if ending == "complete":

@@ -19,7 +19,20 @@ from trainer.config import Hardware, InputError, RunFile, TrainerConfig, overrid
 
 FOLDER = Path(".cache/quickstart")  # relative, so that the run's fingerprint is the same on every machine
 GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
-TOPICS = ("ai", "computers", "conversations", "emotion", "food", "history", "literature", "money", "movies", "science", "sports", "trivia")
+TOPICS = (
+    "ai",
+    "computers",
+    "conversations",
+    "emotion",
+    "food",
+    "history",
+    "literature",
+    "money",
+    "movies",
+    "science",
+    "sports",
+    "trivia",
+)
 NUM_HELD_OUT = 40
 SYSTEM = "Answer in one short sentence."
 

@@ -84,6 +84,7 @@ def _plot(rows: list[dict[str, Any]]) -> str:
     for axes in (loss, speed):
         axes.spines[["top", "right"]].set_visible(False)
         axes.grid(alpha=0.25)
+        axes.xaxis.get_major_locator().set_params(integer=True)
     text = io.StringIO()
     figure.savefig(text, format="svg")
     return Markup(text.getvalue()[text.getvalue().index("<svg") :])

@@ -51,6 +51,8 @@ def train(run: RunFile, world: World, report: Callable[[dict[str, Any]], None]) 
 
     if step == 0:
         record({"step": 0, "num_steps": plan.num_steps, **held_out.measure(model, samples=True)})
+    elif world.is_main and journal.rows:
+        report(journal.rows[0])  # what it was before training, to compare with at the end
 
     meter = Meter(model, config.data.sequence_length, plan.num_steps, world)
     stopping = False

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -12,8 +13,8 @@ from typing import Any
 import pytest
 import torch
 from processes import run_processes
-from runs import run_training, weights
 from tiny import save_model, settings
+from training import run_training, weights
 
 from trainer.cli import main
 
@@ -167,6 +168,7 @@ def test_a_run_under_ray_stops_on_sigterm_resumes_and_ends_as_one_without_ray(tm
     assert [row["step"] for row in steps if "loss" in row] == list(range(1, 151))
     assert f"step {stopped['step'] + 1:>3}/150" in output
     assert f"step {stopped['step']:>3}/150" not in output
+    assert re.search(r"held-out loss \d\.\d+ \(before: \d\.\d+\)\n  .*\n    before: .*\n    after:  ", output)
     assert json.loads((run / "outcome.json").read_text())["outcome"] == "complete"
 
     before = time.monotonic()

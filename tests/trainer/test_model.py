@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 from processes import run_processes
-from runs import run_training
 from safetensors.torch import load_file
 from tiny import FAMILIES, save_model, settings
+from training import run_training
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from trainer.config import InputError, TrainerConfig

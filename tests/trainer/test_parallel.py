@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 from processes import run_processes
-from runs import loss_and_gradients, step_facts
 from tiny import FAMILIES, build_tokenizer, config, settings
+from training import loss_and_gradients, step_facts
 
 from trainer.data import Plan, tokenize
 

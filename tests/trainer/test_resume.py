@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 from processes import run_processes
-from runs import run_training, weights
 from tiny import settings
+from training import run_training, weights
 
 
 def losses(results: list[dict[str, Any]]) -> dict[int, float]:

@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 from processes import run_processes
-from runs import run_training
 from tiny import settings
+from training import run_training
 
 from trainer.config import InputError, StorageConfig
 from trainer.model import fetch_model
