@@ -37,6 +37,30 @@ def config(
     print(json.dumps(resolved, indent=2))
 
 
+@app.command()
+def preflight(run: RunOption = None, config: ConfigOption = None, sets: SetOption = None, workers: WorkersOption = 1) -> None:
+    """Check settings, storage, model and data on a CPU, as training does before it asks for workers."""
+    from trainer import driver
+
+    driver.preflight(_load(run, config, sets or [], workers))
+
+
+@app.command()
+def status(run: RunOption = None, config: ConfigOption = None, sets: SetOption = None, workers: WorkersOption = 1) -> None:
+    """Print how far a run is: outcome, step, newest checkpoint."""
+    from trainer import driver
+
+    driver.status(_load(run, config, sets or [], workers))
+
+
+@app.command()
+def stop(wait: Annotated[bool, typer.Option("--wait", help="Return only when the run has saved.")] = False) -> None:
+    """Ask the run on this machine's Ray cluster to save and leave; it exits 75 and can be resumed."""
+    from trainer import driver
+
+    driver.stop(wait)
+
+
 def _load(run: Path | None, config: Path | None, sets: list[str], workers: int) -> RunFile:
     if run and config:
         raise InputError("--run and --config: give one of them")

@@ -7,6 +7,7 @@ torch and ray are imported inside functions: a complete run is told from its fol
 
 import importlib.util
 import json
+import logging
 import os
 import signal
 import tempfile
@@ -112,6 +113,56 @@ def _refuse_changed(storage: Storage, facts: dict[str, Any], config: TrainerConf
             raise InputError(f"data.{name}: {path} has changed since this run began; set data.version to start a new run")
 
 
+# ---- questions from outside ----
+
+
+def preflight(run: RunFile) -> None:
+    """What the driver checks before it asks for workers, alone; InputError where a run would be refused."""
+    storage = open_storage(run.uri, run.trainer.storage)
+    check_writable(storage)
+    outcome = read_outcome(storage)
+    if outcome and outcome["outcome"] == "complete":
+        print(f"{run.uri} is complete (step {outcome['step']})")
+        return
+    prepare(run, storage, print)
+    print(f"ready: {run.uri}")
+
+
+def status(run: RunFile) -> None:
+    """Prints how far a run is, from its folder alone."""
+    from trainer.checkpoint import find_checkpoints
+    from trainer.metrics import read_rows
+
+    storage = open_storage(run.uri, run.trainer.storage)
+    outcome = read_outcome(storage)
+    steps = [row for row in read_rows(storage) if "loss" in row]
+    checkpoints = [manifest["step"] for _, manifest in find_checkpoints(storage)]
+    print(f"run         {run.uri}")
+    print(f"outcome     {outcome['outcome'] + (': ' + outcome['cause'] if outcome['cause'] else '') if outcome else 'none yet'}")
+    print(
+        f"step        {steps[-1]['step']} of {steps[-1]['num_steps']}, loss {steps[-1]['loss']:.3f}" if steps else "step        0"
+    )
+    print(f"checkpoint  {f'step {checkpoints[0]}' if checkpoints else 'none'}")
+
+
+def stop(wait: bool) -> None:
+    """Asks the run on this machine's Ray cluster to save and leave, and waits until it has; does nothing without one."""
+    import ray
+    from ray.exceptions import RayError
+
+    try:
+        ray.init(address="auto", namespace=Control.NAME, logging_level=logging.ERROR, log_to_driver=False)
+        control: Any = ray.get_actor(Control.NAME)
+        ray.get(control.ask_to_stop.remote())
+        print("asked the run to save and leave")
+        while wait and ray.get(control.ending.remote()) == (None, None):
+            time.sleep(0.5)
+    except (ConnectionError, ValueError):
+        print("no run is under way here")
+    except RayError:
+        print("the run has ended")
+
+
 # ---- workers ----
 
 
@@ -140,12 +191,19 @@ def _train_on_ray(run: RunFile, progress: Progress) -> str:
     import ray
 
     workers, cpus = run.hardware.workers, run.hardware.cpus_per_worker
-    quiet = {"logging_level": "ERROR", "log_to_driver": "RAY_ADDRESS" in os.environ}
+    quiet = {"logging_level": logging.ERROR, "log_to_driver": "RAY_ADDRESS" in os.environ}
     if "RAY_ADDRESS" in os.environ:
-        ray.init(**quiet)
+        ray.init(namespace=Control.NAME, **quiet)
     else:
         memory = 256 * 2**20  # nothing large is passed through Ray
-        ray.init(address="local", num_cpus=workers * cpus, include_dashboard=False, object_store_memory=memory, **quiet)
+        ray.init(
+            address="local",
+            namespace=Control.NAME,
+            num_cpus=workers * cpus,
+            include_dashboard=False,
+            object_store_memory=memory,
+            **quiet,
+        )
     stop = _stop_on_signals(progress)
     control: Any = ray.remote(num_cpus=0)(Control).options(name=Control.NAME, max_concurrency=1).remote()
     failure: list[Exception] = []
@@ -172,8 +230,6 @@ def _train_on_ray(run: RunFile, progress: Progress) -> str:
 
 
 def _fit(run: RunFile, failure: list[Exception]) -> None:
-    import logging
-
     from ray.train import FailureConfig, RunConfig, ScalingConfig
     from ray.train.torch import TorchConfig, TorchTrainer
 
@@ -212,7 +268,7 @@ def work(payload: dict[str, Any]) -> None:
 
     if Path(payload["cwd"]).is_dir():  # a local run's paths are relative to where it was started
         os.chdir(payload["cwd"])
-    control = ray.get_actor(Control.NAME)
+    control = ray.get_actor(Control.NAME, namespace=Control.NAME)
     asked: list[Any] = []
 
     def stop_asked() -> bool:
@@ -236,7 +292,7 @@ def work(payload: dict[str, Any]) -> None:
 class Control:
     """An actor on the head: carries rows from the workers to the driver, and a stop the other way."""
 
-    NAME = "ray-finetune-control"
+    NAME = "ray-finetune"  # and its Ray namespace
 
     def __init__(self) -> None:
         self.rows: list[dict[str, Any]] = []
@@ -254,6 +310,9 @@ class Control:
 
     def stopping(self) -> bool:
         return self.stop
+
+    def ask_to_stop(self) -> None:
+        self.stop = True
 
     def end(self, ending: str, cause: str | None) -> None:
         self.how = (ending, cause)

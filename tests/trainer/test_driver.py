@@ -191,6 +191,40 @@ def base_weights(folder: Path) -> dict[str, torch.Tensor]:
     return load_file(folder / "model" / "model.safetensors")
 
 
+def command(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "-m", "trainer", *arguments], capture_output=True, text=True, env=ENVIRONMENT)
+
+
+def test_stop_makes_a_run_save_and_leave_and_status_tells_of_it(tmp_path: Path) -> None:
+    config = write_config(tmp_path, duration={"steps": 2000}, checkpoint={"every_steps": 1000})
+    assert "step        0" in command("status", "--config", str(config)).stdout
+    run = start(config)
+    assert run.stdout
+    for line in run.stdout:
+        if "step    5/" in line:
+            break
+    asked = command("stop", "--wait")
+    assert asked.stdout == "asked the run to save and leave\n", asked.stderr
+    assert run.wait(120) == 75
+    told = command("status", "--config", str(config)).stdout
+    step = int(re.findall(r"step        (\d+) of 2000", told)[0])
+    assert 5 < step < 2000
+    assert "outcome     interrupted\n" in told
+    assert f"checkpoint  step {step}\n" in told
+    assert command("stop", "--wait").stdout == "no run is under way here\n"
+
+
+def test_preflight_says_what_training_would_say_and_starts_nothing(tmp_path: Path) -> None:
+    config = write_config(tmp_path)
+    good = command("preflight", "--config", str(config))
+    assert (good.returncode, good.stdout.splitlines()[-1]) == (0, f"ready: {next((tmp_path / 'runs').iterdir())}")
+    assert "40 rows" in good.stdout
+    bad_line(tmp_path)
+    refused = command("preflight", "--config", str(config))
+    assert refused.returncode == 2
+    assert f"{tmp_path}/train.jsonl:41: not valid JSON" in refused.stderr
+
+
 def test_a_loss_that_is_no_number_ends_the_run_before_it_is_saved(tmp_path: Path) -> None:
     config = write_config(tmp_path, optim={"lr": 1e30, "clip_norm": None}, checkpoint={"every_steps": 2})
     save_model(tmp_path / "model")
