@@ -28,9 +28,7 @@ def main() -> int:
         return 1
     if sys.argv[1] == "before":
         return 0
-    return subprocess.run(
-        [Path(sys.executable).parent / "ray-finetune", "--help"], stdout=subprocess.DEVNULL
-    ).returncode
+    return subprocess.run([Path(sys.executable).parent / "ray-finetune", "--help"], stdout=subprocess.DEVNULL).returncode
 
 
 def replaced() -> list[str]:
