@@ -42,6 +42,10 @@ def state_dict(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict
     return tensors
 
 
+class DamagedError(OSError):
+    """A file of a checkpoint is not the one that was written."""
+
+
 class Checkpoints:
     """The checkpoints of one run. `attempt` grows with every start of its workers."""
 
@@ -51,7 +55,7 @@ class Checkpoints:
         self.resumed_from = 0
 
     def _next_attempt(self) -> int:
-        attempt = 1 + max((int(Path(key).name) for key in self.storage.list("attempts")), default=0)
+        attempt = 1 + max((int(Path(key).name) for key in self.storage.list("attempts") if Path(key).name.isdigit()), default=0)
         while not self.storage.write(f"attempts/{attempt:04d}", b"", if_absent=True):
             attempt += 1
         return attempt
@@ -60,16 +64,28 @@ class Checkpoints:
         """Writes the state after `step`; on return the checkpoint is complete on every rank. A collective."""
         folder = f"checkpoints/step-{step:08d}.a{self.attempt:04d}"
         with tempfile.TemporaryDirectory(prefix="ray-finetune-checkpoint-") as scratch:
-            writer = FileSystemWriter(scratch, sync_files=False)
-            save(state_dict(model, optimizer), storage_writer=writer)
-            files = {}
-            for path in Path(scratch).iterdir():
+            try:
+                save(state_dict(model, optimizer), storage_writer=FileSystemWriter(scratch, sync_files=False))
+            except CheckpointException as error:
+                raise OSError(f"the checkpoint of step {step} could not be written: {_causes(error)}") from None
+            outcome = self._upload(Path(scratch), folder)
+        everyone: list[Any] = [None] * self.world.size
+        dist.all_gather_object(everyone, outcome)
+        if failed := [part for part in everyone if isinstance(part, str)]:
+            raise OSError(f"the checkpoint of step {step} could not be stored: {failed[0]}")
+        self.world.main_first(lambda: self._commit(folder, step, {name: f for part in everyone for name, f in part.items()}))
+
+    def _upload(self, scratch: Path, folder: str) -> dict[str, Any] | str:
+        """Sizes and checksums of this rank's files, or why it failed: raised here, the other ranks would wait for ever."""
+        files = {}
+        try:
+            for path in scratch.iterdir():
                 with path.open("rb") as stream:
                     files[path.name] = {"bytes": path.stat().st_size, "sha256": _sha256(stream)}
                 self.storage.upload(path, f"{folder}/{path.name}")
-        everyone: list[Any] = [None] * self.world.size
-        dist.all_gather_object(everyone, files)
-        self.world.main_first(lambda: self._commit(folder, step, {name: f for part in everyone for name, f in part.items()}))
+        except Exception as error:
+            return str(error)
+        return files
 
     def _commit(self, folder: str, step: int, files: dict[str, Any]) -> None:
         manifest = {
@@ -81,8 +97,9 @@ class Checkpoints:
             "files": files,
         }
         self.storage.write(f"{folder}/{MANIFEST}", json.dumps(manifest, indent=1).encode(), if_absent=True)
-        complete = [found for found, _ in find_checkpoints(self.storage)]
-        for old in complete[self.keep :]:
+        kept = [found for found, _ in find_checkpoints(self.storage)[: self.keep]]
+        folders = {match[0].rstrip("/"): int(match[3]) for key in self.storage.list("checkpoints") if (match := FOLDER.match(key))}
+        for old in sorted(found for found, attempt in folders.items() if found not in kept and attempt <= self.attempt):
             # Without its manifest first, so that no reader meets a folder that is half gone.
             self.storage.delete([f"{old}/{MANIFEST}"])
             self.storage.delete(list(self.storage.list(old)))
@@ -94,16 +111,23 @@ class Checkpoints:
         one of them fails the load on all.
         """
         for folder, manifest in self.world.main_first(lambda: find_checkpoints(self.storage)):
+            reader = _Reader(self.storage, folder, manifest["files"])
             try:
-                load(state_dict(model, optimizer), storage_reader=_Reader(self.storage, folder, manifest["files"]))
+                self.world.main_first(reader.check_metadata)
+                load(state_dict(model, optimizer), storage_reader=reader)
+            except DamagedError as error:
+                cause = str(error)
             except CheckpointException as error:
-                if self.world.is_main:
-                    causes = "; ".join(sorted({str(cause[0]) for cause in error.failures.values()}))
-                    print(f"warning: {folder} is passed over: {causes}", flush=True)
-                continue
-            set_step(optimizer, manifest["step"])
-            self.resumed_from = manifest["step"]
-            return manifest["step"]
+                cause = _causes(error)
+                # A full disk or a refusing store says nothing of the checkpoint: to start before it would throw it away.
+                if not all(isinstance(failure[0], DamagedError) for failure in error.failures.values()):
+                    raise OSError(f"{folder} could not be read: {cause}") from None
+            else:
+                set_step(optimizer, manifest["step"])
+                self.resumed_from = manifest["step"]
+                return manifest["step"]
+            if self.world.is_main:
+                print(f"warning: {folder} is passed over: {cause}", flush=True)
         for name, tensor in state_dict(model, optimizer).items():
             if name.startswith("optimizer."):  # a load that failed half-way may have written some
                 tensor.zero_()
@@ -124,16 +148,22 @@ def find_checkpoints(storage: Storage) -> list[tuple[str, dict[str, Any]]]:
             try:
                 manifest = json.loads(storage.read(key))
                 whole = all(sizes.get(f"{folder}/{name}") == file["bytes"] for name, file in manifest["files"].items())
-            except (ValueError, KeyError, TypeError, AttributeError):
+                entry = (int(manifest["attempt"]), int(manifest["step"]), folder, manifest)
+                int(manifest["resumed_from"])
+            except (ValueError, KeyError, TypeError, AttributeError, FileNotFoundError):
                 continue
             if whole:
-                found.append((manifest["attempt"], manifest["step"], folder, manifest))
+                found.append(entry)
     line, limit = [], float("inf")
     for attempt in sorted({item[0] for item in found}, reverse=True):
         mine = sorted((item for item in found if item[0] == attempt and item[1] <= limit), reverse=True, key=lambda item: item[1])
         line += [(folder, manifest) for _, _, folder, manifest in mine]
         limit = min([limit, *(manifest["resumed_from"] for *_, manifest in mine)])
     return line
+
+
+def _causes(error: CheckpointException) -> str:
+    return "; ".join(sorted({str(cause[0]) for cause in error.failures.values()}))
 
 
 def _sha256(stream: Any) -> str:
@@ -147,6 +177,11 @@ class _Reader(FileSystemReader):
         super().__init__(folder)
         self.fs = _CheckedFiles(storage, files)
 
+    def check_metadata(self) -> None:
+        """DamagedError or the store's own; torch would take either for a missing file and look for another."""
+        with self.fs.create_stream(self._get_metadata_path(), "rb"):
+            pass
+
 
 class _CheckedFiles(FileSystem):
     def __init__(self, storage: Storage, files: dict[str, Any]):
@@ -156,9 +191,9 @@ class _CheckedFiles(FileSystem):
     def create_stream(self, path: Any, mode: str) -> Iterator[Any]:
         expected = self.files.get(Path(path).name)
         if expected is None:
-            raise OSError(f"{Path(path).name} is not in the manifest")
+            raise DamagedError(f"{Path(path).name} is not in the manifest")
         with self.storage.open(str(path)) as stream:
             if _sha256(stream) != expected["sha256"]:
-                raise OSError(f"{Path(path).name} does not have the checksum of the manifest")
+                raise DamagedError(f"{Path(path).name} does not have the checksum of the manifest")
             stream.seek(0)
             yield stream

@@ -90,7 +90,7 @@ def main() -> None:
     except InputError as error:
         print(f"error: {error}", file=sys.stderr)
         raise SystemExit(2) from None
-    except RunError as error:
+    except (RunError, OSError) as error:
         print(f"failed: {error}", file=sys.stderr)
         raise SystemExit(1) from None
     except KeyboardInterrupt:

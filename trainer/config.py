@@ -4,11 +4,12 @@ Importable without torch, transformers or ray: the chart's schema, the driver's 
 read these models. It owns names, bounds, defaults and the fingerprint; it touches no file but the one it is given.
 """
 
+import contextlib
 import difflib
 import hashlib
 import json
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, Literal, TypeVar, get_args
 
@@ -24,6 +25,18 @@ S = TypeVar("S", bound="Settings")
 
 class InputError(ValueError):
     """What the user gave cannot be used. The message is one sentence: what, where, and what to write instead."""
+
+
+@contextlib.contextmanager
+def refusing(what: str, advice: str) -> Iterator[None]:
+    """Turns whatever a library says of the user's files into one InputError sentence: `what` (its reason); `advice`."""
+    try:
+        yield
+    except InputError:
+        raise
+    except Exception as error:
+        reason = " ".join(str(error).split())[:200] or type(error).__name__
+        raise InputError(f"{what} ({reason}); {advice}") from None
 
 
 class RunError(RuntimeError):
@@ -66,7 +79,7 @@ class DataConfig(Settings):
     train: str = Field(min_length=1)
     """Training rows: a JSONL file with chat `messages`, local or `s3://`."""
 
-    eval: str | None = None
+    eval: str | None = Field(default=None, min_length=1)
     """Held-out rows in the same format; null means no evaluation."""
 
     version: str | None = None
@@ -201,7 +214,7 @@ class TrainerConfig(Settings):
     """Steps between two lines of metrics.jsonl."""
 
     max_failures: int = Field(default=3, ge=1)
-    """Worker failures after which Ray Train gives up; each one before restarts the workers from the last checkpoint."""
+    """Worker failures that are mended by starting the workers again from the last checkpoint; one more ends the run."""
 
     def fingerprint(self) -> str:
         """Eight hex digits over the settings that change the result, defaults resolved; not cadence, place or hardware."""
@@ -276,7 +289,9 @@ class RunFile(Settings):
 def load_settings(model: type[S], path: Path, overrides: Iterable[str] = ()) -> S:
     """Reads a JSON or YAML file into `model`, with `a.b=value` overrides; InputError names the file and the key."""
     try:
-        text = path.read_text(encoding="utf-8")
+        text = path.read_text(encoding="utf-8-sig")
+    except UnicodeDecodeError:
+        raise InputError(f"{path}: not UTF-8; save the file as UTF-8") from None
     except OSError as error:
         raise InputError(f"{path}: {error.strerror}; give an existing settings file") from None
     try:
@@ -286,6 +301,8 @@ def load_settings(model: type[S], path: Path, overrides: Iterable[str] = ()) -> 
     except yaml.YAMLError as error:
         line = error.problem_mark.line + 1 if isinstance(error, yaml.MarkedYAMLError) and error.problem_mark else 1
         raise InputError(f"{path}:{line}: not valid YAML; mend that line") from None
+    except (ValueError, RecursionError) as error:
+        raise InputError(f"{path}: not valid settings ({error}); mend that value") from None
     if not isinstance(raw, dict):
         raise InputError(f"{path}: holds no settings; write at least name, model and data")
     for text in overrides:
@@ -326,7 +343,10 @@ def override(raw: dict[str, Any], text: str) -> None:
         raw = raw.setdefault(parent, {})
         if not isinstance(raw, dict):
             raise InputError(f"--set {text}: {parent} is a single value, not a section")
-    raw[last] = parse_yaml(value)
+    try:
+        raw[last] = parse_yaml(value)
+    except (yaml.YAMLError, ValueError, RecursionError):
+        raise InputError(f"--set {text}: {value} is no JSON or YAML value; write it as a.b=value") from None
 
 
 def _sentence(model: type[BaseModel], problem: Any) -> str:

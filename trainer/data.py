@@ -17,7 +17,7 @@ from typing import IO, Any
 import numpy as np
 import torch
 
-from trainer.config import InputError, TrainerConfig
+from trainer.config import InputError, TrainerConfig, refusing
 from trainer.storage import open_storage
 
 IGNORED = -100  # torch's cross entropy skips this label
@@ -108,14 +108,18 @@ def _lines(path: str, config: TrainerConfig) -> Iterator[tuple[str, str]]:
                 if text:
                     yield place, text
     except OSError as error:
-        raise InputError(f"{path}: {error.strerror or 'no such file'}; give an existing JSONL file") from None
+        raise InputError(f"{path}: {error.strerror or error}; give an existing JSONL file") from None
 
 
 def _open(path: str, config: TrainerConfig) -> IO[bytes]:
     if not path.startswith("s3://"):
         return Path(path).open("rb")
     folder, _, name = path.rpartition("/")
-    return open_storage(folder, config.storage).open(name)
+    with refusing(f"{path}: cannot be read", "give an object that this run's credentials may read"):
+        try:
+            return open_storage(folder, config.storage).open(name)
+        except FileNotFoundError:
+            raise InputError(f"{path}: no such object; give an existing JSONL file") from None
 
 
 def parse_row(line: str) -> list[dict[str, str]]:
@@ -124,6 +128,8 @@ def parse_row(line: str) -> list[dict[str, str]]:
         row = json.loads(line)
     except json.JSONDecodeError as error:
         raise ValueError(f"not valid JSON ({error.msg} at column {error.colno}); write one JSON object a line") from None
+    except (ValueError, RecursionError):
+        raise ValueError("not valid JSON (a number too long, or too deep); write one JSON object a line") from None
     messages = row.get("messages") if isinstance(row, dict) else None
     if not isinstance(messages, list) or not messages:
         raise ValueError('no messages; write {"messages": [{"role": "user", "content": "..."}, ...]}')
@@ -136,6 +142,10 @@ def parse_row(line: str) -> list[dict[str, str]]:
             raise ValueError(f"role {message['role']!r} is unknown; write {', '.join(ROLES[:-1])} or {ROLES[-1]}")
         if not isinstance(message["content"], str):
             raise ValueError("a message's content is not text; write a string")
+        if not message["content"].isascii() and any("\ud800" <= c <= "\udfff" for c in message["content"]):
+            raise ValueError("a message's content holds half a character (a lone surrogate); write it whole")
+    if next((message["role"] for message in messages if message["role"] != "system"), "user") == "assistant":
+        raise ValueError("an assistant turn comes first, an answer to nothing; begin with a user turn")
     answers = [message["content"] for message in messages if message["role"] == "assistant"]
     if not answers:
         raise ValueError("no assistant turn, so nothing to learn from; add one or remove the row")
@@ -151,26 +161,38 @@ def encode(messages: list[dict[str, str]], tokenizer: Any) -> tuple[list[int], l
     prompt, and the conversation up to it must both begin the whole text. Where a template rewrites earlier turns the
     proof fails, and so does the row (ValueError).
     """
+    for token in tokenizer.all_special_tokens:
+        if any(token in message["content"] for message in messages):
+            raise ValueError(f"a message's content holds the special token {token}; remove it, or write it otherwise")
     text = _render(tokenizer, messages, prompt=False)
     spans = []
     for index, message in enumerate(messages):
         if message["role"] != "assistant":
             continue
-        before = _render(tokenizer, messages[:index], prompt=True) if index else ""
+        before = _render(tokenizer, messages[:index], prompt=True)
         through = _render(tokenizer, messages[: index + 1], prompt=False)
         if not (text.startswith(before) and text.startswith(through) and len(before) < len(through)):
             raise ValueError("the chat template changes earlier turns, so assistant tokens cannot be told; split the row by turn")
+        # Some templates need no generation prompt, as the user's turn ends with it; then the answer itself must follow.
+        if before == _render(tokenizer, messages[:index], prompt=False) and not through[len(before) :].lstrip().startswith(
+            message["content"].strip()
+        ):
+            raise ValueError(
+                "the chat template writes no generation prompt, so an answer's start cannot be told; use one that does"
+            )
         spans.append((len(before), len(through)))
     # The template writes its own special tokens, a BOS among them: adding them again would double them.
     encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
     special = set(tokenizer.all_special_ids)
     mask = [False] * len(encoded["input_ids"])
     for start, end in spans:
-        inside = [i for i, (a, b) in enumerate(encoded["offset_mapping"]) if a >= start and b <= end and b > a]
-        # White space that the template puts after the end-of-turn is not the model's to write.
+        offsets = encoded["offset_mapping"]
+        inside = [i for i, (a, b) in enumerate(offsets) if a >= start and b <= end and b > a]
         ends = [i for i in inside if encoded["input_ids"][i] in special]
-        for i in inside:
-            mask[i] = not ends or i <= ends[-1]
+        # White space that the template puts after the end-of-turn is not the model's to write.
+        last = ends[-1] if ends and not text[offsets[ends[-1]][1] : end].strip() else inside[-1]
+        # All between the first and the last: some tokenizers give white space an empty place in the text.
+        mask[inside[0] : last + 1] = [True] * (last + 1 - inside[0])
     return encoded["input_ids"], mask
 
 
@@ -180,7 +202,9 @@ def _render(tokenizer: Any, messages: list[dict[str, str]], prompt: bool) -> str
     try:
         return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=prompt)
     except TemplateError as error:
-        raise ValueError(f"the chat template refuses it ({error}); change the row's roles") from None
+        raise ValueError(f"the chat template refuses it ({error}); change the row's roles, or mend the template") from None
+    except TypeError as error:
+        raise ValueError(f"the chat template fails on it ({error}); mend the template") from None
 
 
 def end_of_turn(tokens: Tokens, special_ids: list[int]) -> int | None:

@@ -33,32 +33,33 @@ def drive(run: RunFile) -> int:
     if outcome and outcome["outcome"] == "complete":
         print(f"{run.uri} is complete (step {outcome['step']}); change a setting to train another")
         return EXIT_CODES["complete"]
+    main = os.environ.get("RANK", "0") == "0"
     progress = Progress(run.uri)
     try:
         ending = launch(run, storage, progress)
-    except InputError as error:
-        write_outcome(storage, "refused", str(error), progress.step)
-        raise
     except Exception as error:
-        write_outcome(storage, "failed", str(error).strip().rpartition("\n")[2], progress.step)
+        if main:
+            how = "refused" if isinstance(error, InputError) else "failed"
+            write_outcome(storage, how, str(error).strip().rpartition("\n")[2], progress.step)
         raise
     finally:
         progress.close()
-    if "RANK" not in os.environ or os.environ["RANK"] == "0":
+    if main:
         from trainer.report import write_report
 
-        write_report(run, storage)
         write_outcome(storage, ending, None, progress.step)
+        write_report(run, storage)
         progress.ended(ending)
     return EXIT_CODES[ending]
 
 
 def read_outcome(storage: Storage) -> dict[str, Any] | None:
-    """How the run ended last, or None."""
+    """How the run ended last, or None; a run is complete only while its model is there."""
     try:
-        return json.loads(storage.read("outcome.json"))
-    except FileNotFoundError:
+        outcome = json.loads(storage.read("outcome.json"))
+    except (FileNotFoundError, ValueError):
         return None
+    return None if outcome["outcome"] == "complete" and "model/config.json" not in storage.list("model") else outcome
 
 
 def write_outcome(storage: Storage, outcome: str, cause: str | None, step: int) -> None:
@@ -72,20 +73,23 @@ def write_outcome(storage: Storage, outcome: str, cause: str | None, step: int) 
 def prepare(run: RunFile, storage: Storage, say: Callable[[str], None]) -> None:
     """Checks model and data, and leaves the tokenised rows in the run's folder; InputError says what cannot work."""
     from trainer.data import Plan, Tokens, end_of_turn, num_supervised, prompts, tokenize
-    from trainer.model import check_vocabulary, fetch_model, load_tokenizer, quiet_transformers
+    from trainer.model import check_model, fetch_model, load_tokenizer, quiet_transformers
 
     quiet_transformers()
     config = run.trainer
     folder = fetch_model(config, weights=False)
     tokenizer = load_tokenizer(folder)
-    check_vocabulary(folder, tokenizer)
+    check_model(folder, tokenizer, config)
     train = tokenize(config.data.train, tokenizer, config)
     parts: dict[str, Tokens] = {"train": train}
     if config.data.eval:
         parts["eval"] = tokenize(config.data.eval, tokenizer, config)
     plan = Plan(train, config)
     facts = {
-        "sha256": {name: sha256(tokens.ids.tobytes() + tokens.supervised.tobytes()).hexdigest() for name, tokens in parts.items()},
+        "sha256": {
+            name: sha256(tokens.ids.tobytes() + tokens.supervised.tobytes() + tokens.offsets.tobytes()).hexdigest()
+            for name, tokens in parts.items()
+        },
         "end_of_turn": end_of_turn(train, tokenizer.all_special_ids),
         "prompts": prompts(config.data.eval, config, config.evaluate.prompts) if config.data.eval else [],
     }
@@ -212,9 +216,12 @@ def _train_on_ray(run: RunFile, progress: Progress) -> str:
         thread.start()
         while thread.is_alive():
             thread.join(0.3)
-            for row in ray.get(control.exchange.remote(stop.is_set())):
+            rows, begun = ray.get(control.exchange.remote(stop.is_set()))
+            for row in rows:
                 progress.row(row)
-        for row in ray.get(control.exchange.remote(stop.is_set())):
+            if stop.is_set() and not begun:  # workers may wait for nodes for a long time, and there is nothing to save
+                return "interrupted"
+        for row in ray.get(control.exchange.remote(stop.is_set()))[0]:
             progress.row(row)
         ending, cause = ray.get(control.ending.remote())
     finally:
@@ -269,6 +276,7 @@ def work(payload: dict[str, Any]) -> None:
     if Path(payload["cwd"]).is_dir():  # a local run's paths are relative to where it was started
         os.chdir(payload["cwd"])
     control = ray.get_actor(Control.NAME, namespace=Control.NAME)
+    ray.get(control.begin.remote())
     asked: list[Any] = []
 
     def stop_asked() -> bool:
@@ -296,17 +304,20 @@ class Control:
 
     def __init__(self) -> None:
         self.rows: list[dict[str, Any]] = []
-        self.stop = False
+        self.stop = self.begun = False
         self.how: tuple[str | None, str | None] = (None, None)
 
     def add(self, row: dict[str, Any]) -> None:
         self.rows.append(row)
 
-    def exchange(self, stop: bool) -> list[dict[str, Any]]:
-        """Takes note of a stop and hands out the rows that have come since the last call."""
+    def exchange(self, stop: bool) -> tuple[list[dict[str, Any]], bool]:
+        """Takes note of a stop; the rows that have come since the last call, and whether workers have ever begun."""
         self.stop = self.stop or stop
         rows, self.rows = self.rows, []
-        return rows
+        return rows, self.begun
+
+    def begin(self) -> None:
+        self.begun = True
 
     def stopping(self) -> bool:
         return self.stop

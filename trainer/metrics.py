@@ -1,5 +1,6 @@
 """What a run measures: tokens per second, model FLOPs utilisation, and the rows of metrics.jsonl."""
 
+import contextlib
 import json
 import time
 from typing import Any
@@ -46,7 +47,7 @@ def _peak_memory(device: torch.device) -> float | None:
 
 
 class Meter:
-    """Speed since the last row. The first step, which compiles and allocates, is left out of it."""
+    """Tokens per second since the last row."""
 
     def __init__(self, model: Any, sequence_length: int, num_steps: int, world: World):
         shape = model.config.get_text_config()
@@ -106,6 +107,11 @@ class Journal:
 def read_rows(storage: Storage) -> list[dict[str, Any]]:
     """The rows of metrics.jsonl, none where there is no such file."""
     try:
-        return [json.loads(line) for line in storage.read("metrics.jsonl").splitlines()]
+        lines = storage.read("metrics.jsonl").splitlines()
     except FileNotFoundError:
         return []
+    rows = []
+    for line in lines:
+        with contextlib.suppress(ValueError):  # a line cut short
+            rows.append(json.loads(line))
+    return rows

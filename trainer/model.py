@@ -1,6 +1,7 @@
 """The model: where its files come from, its skeleton on the meta device, its weights, its loss and its export."""
 
 import fnmatch
+import importlib.util
 import json
 import os
 import shutil
@@ -22,7 +23,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 from transformers.utils.import_utils import is_flash_attn_2_available
 
-from trainer.config import InputError, ModelConfig, TrainerConfig
+from trainer.config import InputError, ModelConfig, TrainerConfig, refusing
 from trainer.data import IGNORED
 from trainer.parallel import World
 from trainer.storage import Storage, open_storage
@@ -49,9 +50,10 @@ def fetch_model(config: TrainerConfig, weights: bool) -> Path:
     """A local folder with the base model, with or without its weights; InputError says what it lacks."""
     model = config.model
     if model.path.startswith("s3://"):
-        folder = _download(model.path, open_storage(model.path, config.storage), weights)
-    elif Path(model.path).is_dir():
-        folder = Path(model.path)
+        with refusing(f"model.path: {model.path} cannot be read", "give a folder that this run's credentials may read"):
+            folder = _download(model.path, open_storage(model.path, config.storage), weights)
+    elif Path(model.path).expanduser().is_dir():
+        folder = Path(model.path).expanduser()
         check_weights(model.path, [file.name for file in folder.iterdir()])
     elif model.path.startswith((".", "/", "~")) or model.path.count("/") != 1:
         raise InputError(f"model.path: {model.path} is no folder; give an existing one, an s3:// folder or a Hub id")
@@ -118,28 +120,43 @@ def _from_gguf(folder: Path, name: str) -> Path:
             print(f"converting {name} to safetensors, once", flush=True)
             partial = target.with_suffix(".partial")
             shutil.rmtree(partial, ignore_errors=True)
-            model = AutoModelForCausalLM.from_pretrained(folder, gguf_file=name, dtype=torch.bfloat16)
-            model.save_pretrained(partial)
-            AutoTokenizer.from_pretrained(folder, gguf_file=name).save_pretrained(partial)
+            with refusing(f"model.gguf_file: {source} cannot be read", "give a GGUF of a causal language model"):
+                model = AutoModelForCausalLM.from_pretrained(folder, gguf_file=name, dtype=torch.bfloat16)
+                model.save_pretrained(partial)
+                AutoTokenizer.from_pretrained(folder, gguf_file=name).save_pretrained(partial)
             partial.rename(target)
     return target
 
 
 def load_tokenizer(folder: Path) -> Any:
     """The tokenizer of a model folder; InputError where it has no chat template."""
-    tokenizer = AutoTokenizer.from_pretrained(folder)
+    with refusing(f"model.path: {folder} has no tokenizer that can be read", "give a complete model folder"):
+        tokenizer = AutoTokenizer.from_pretrained(folder)
+    if len(tokenizer) < 2:
+        raise InputError(f"model.path: {folder} has no tokenizer; give a complete model folder")
     if not tokenizer.chat_template:
         raise InputError(f"model.path: {folder} has no chat template; give a model whose tokenizer has one")
     return tokenizer
 
 
-def check_vocabulary(folder: Path, tokenizer: Any) -> None:
-    """InputError where the tokenizer has tokens that the model has no embedding for."""
-    size = AutoConfig.from_pretrained(folder).get_text_config().vocab_size
-    if len(tokenizer) > size:
+def check_model(folder: Path, tokenizer: Any, config: TrainerConfig) -> None:
+    """InputError where the model cannot be built, or its tokenizer, length or local weights do not belong to it."""
+    with refusing(
+        f"model.path: {folder} is no causal language model that can be trained", "give another model, or mend its config.json"
+    ):
+        model = build_model(folder, config, "sdpa")  # the head, where this runs, has no GPU for another kernel
+    if config.attention == "flash_attention_2" and importlib.util.find_spec("flash_attn") is None:
+        raise InputError("attention: flash_attention_2 needs the package flash-attn, which is not installed; set auto or sdpa")
+    shape = model.config.get_text_config()
+    if len(tokenizer) > shape.vocab_size:
+        sizes = f"the tokenizer has {len(tokenizer)} tokens, the model {shape.vocab_size}"
+        raise InputError(f"model.path: {sizes}; give a tokenizer that belongs to it")
+    if (longest := getattr(shape, "max_position_embeddings", None)) and config.data.sequence_length > longest:
         raise InputError(
-            f"model.path: the tokenizer has {len(tokenizer)} tokens, the model {size}; give a tokenizer that belongs to it"
+            f"data.sequence_length: {config.data.sequence_length} is more than the model's {longest} positions; lower it"
         )
+    if any(folder.glob("*.safetensors")):
+        weight_files(model, folder)
 
 
 def choose_attention(config: TrainerConfig, device: torch.device) -> str:
@@ -174,25 +191,36 @@ def build_model(folder: Path, config: TrainerConfig, attention: str) -> Any:
 
 def load_pretrained(model: nn.Module, folder: Path) -> None:
     """Copies the base model's weights into this rank's shards, reading from disk only the rows that it owns."""
-    where = {}
-    for file in sorted(folder.glob("*.safetensors")):
+    where, parameters = weight_files(model, folder), dict(model.named_parameters())
+    for file in sorted(set(where.values())):
         with safe_open(file, framework="pt") as weights:
-            where.update(dict.fromkeys(weights.keys(), file))
+            for name in weights.keys() & parameters.keys():
+                _copy_rows(parameters[name], weights.get_slice(name))
+
+
+def weight_files(model: nn.Module, folder: Path) -> dict[str, Path]:
+    """The safetensors file of each parameter, from the files' headers; InputError where one is missing or of another shape."""
+    where: dict[str, Path] = {}
     parameters = dict(model.named_parameters())
+    for file in sorted(folder.glob("*.safetensors")):
+        with refusing(f"model.path: {file} is damaged", "fetch it again"), safe_open(file, framework="pt") as weights:
+            for name in sorted(weights.keys() & parameters.keys()):
+                where[name] = file
+                shape = list(weights.get_slice(name).get_shape())
+                if shape != list(parameters[name].shape):
+                    wanted = list(parameters[name].shape)
+                    raise InputError(
+                        f"model.path: {name} has shape {shape}, but config.json says {wanted}; give files that belong together"
+                    )
     missing = sorted(set(parameters) - set(where))
     if missing:
         raise InputError(
             f"model.path: {folder} lacks the weights {', '.join(missing[:3])} ({len(missing)} in all); give a complete model"
         )
-    for file in sorted(set(where.values())):
-        with safe_open(file, framework="pt") as weights:
-            for name in weights.keys() & parameters.keys():
-                _copy_rows(parameters[name], weights.get_slice(name), name)
+    return where
 
 
-def _copy_rows(parameter: torch.Tensor, source: Any, name: str) -> None:
-    if list(source.get_shape()) != list(parameter.shape):
-        raise InputError(f"model.path: {name} has shape {source.get_shape()}, but config.json says {list(parameter.shape)}")
+def _copy_rows(parameter: torch.Tensor, source: Any) -> None:
     if not isinstance(parameter, DTensor):
         parameter.data.copy_(source[:])
         return
@@ -207,6 +235,9 @@ def supervised_loss(model: Any, input_ids: torch.Tensor, position_ids: torch.Ten
     The hidden states of ignored tokens never meet the head, and the logits of LOSS_CHUNK tokens at most exist at once:
     each chunk is computed again in the backward pass.
     """
+    if model.config._attn_implementation.startswith("flash"):
+        # transformers tells flash attention of packed rows in a batch of one only; positions start at 0, so one row is exact.
+        input_ids, position_ids, labels = (tensor.reshape(1, -1) for tensor in (input_ids, position_ids, labels))
     hidden = model.base_model(input_ids=input_ids, position_ids=position_ids, use_cache=False).last_hidden_state
     wanted = labels != IGNORED
     hidden, labels = hidden[wanted], labels[wanted]
@@ -244,16 +275,21 @@ def plain_logits(model: Any, input_ids: torch.Tensor) -> torch.Tensor:
 def check_head(model: Any, device: torch.device) -> None:
     """InputError where `logits` is not what the model's own forward gives: the loss would be of another model."""
     ids = torch.arange(1, 9, device=device).unsqueeze(0)
-    if not torch.allclose(model(input_ids=ids, use_cache=False).logits, model.plain_logits(ids), rtol=1e-2, atol=1e-2):
+    own = model(input_ids=ids, use_cache=False).logits
+    if not own.isfinite().all():
+        raise InputError("model.path: the base model's logits are not finite, so its weights are damaged; fetch them again")
+    if not torch.allclose(own, model.plain_logits(ids), rtol=1e-2, atol=1e-2):
         kind = model.config.model_type
         raise InputError(f"model.path: {kind} models change their logits in a way that is not supported; use another family")
 
 
 @torch.no_grad()
-def answer(model: Any, tokenizer: Any, messages: list[dict[str, str]], max_new_tokens: int, device: torch.device) -> str:
+def answer(
+    model: Any, tokenizer: Any, messages: list[dict[str, str]], max_new_tokens: int, end_of_turn: int | None, device: torch.device
+) -> str:
     """The model's greedy answer to a conversation. A collective: every rank gives the same arguments."""
     inputs = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt", return_dict=True).to(device)
-    stop = [*_as_list(model.generation_config.eos_token_id), *_as_list(tokenizer.eos_token_id)]
+    stop = [*_as_list(model.generation_config.eos_token_id), *_as_list(tokenizer.eos_token_id), *_as_list(end_of_turn)]
     output = model.generate(
         **inputs, max_new_tokens=max_new_tokens, do_sample=False, eos_token_id=stop, pad_token_id=stop[0] if stop else 0
     )
@@ -271,7 +307,7 @@ def export(model: Any, folder: Path, storage: Storage, end_of_turn: int | None, 
     transformers itself leaves it out.
     """
     base = AutoConfig.from_pretrained(folder)
-    dtype = base.dtype if isinstance(base.dtype, torch.dtype) else torch.bfloat16
+    dtype = base.dtype if isinstance(base.dtype, torch.dtype) else _stored_type(folder)
     files = _split(model, dtype)
     with tempfile.TemporaryDirectory() as scratch:
         for name, tensors in files.items():
@@ -279,6 +315,7 @@ def export(model: Any, folder: Path, storage: Storage, end_of_turn: int | None, 
             if world.is_main:
                 save_file({key: tensor.cpu().contiguous() for key, tensor in full.items()}, f"{scratch}/{name}", {"format": "pt"})
                 storage.upload(Path(scratch, name), f"model/{name}")
+                Path(scratch, name).unlink(missing_ok=True)
         if world.is_main:
             _write_configs(Path(scratch), base, dtype, folder, end_of_turn)
             if len(files) > 1:
@@ -288,6 +325,12 @@ def export(model: Any, folder: Path, storage: Storage, end_of_turn: int | None, 
                 Path(scratch, "model.safetensors.index.json").write_text(text)
             for file in Path(scratch).iterdir():
                 storage.upload(file, f"model/{file.name}")
+
+
+def _stored_type(folder: Path) -> torch.dtype:
+    """Type of the base model's first tensor, where its config.json does not say."""
+    with safe_open(min(folder.glob("*.safetensors")), framework="pt") as weights:
+        return weights.get_tensor(min(weights.keys())).dtype
 
 
 def _split(model: nn.Module, dtype: torch.dtype) -> dict[str, dict[str, torch.Tensor]]:
@@ -321,5 +364,7 @@ def _write_configs(target: Path, base: Any, dtype: torch.dtype, folder: Path, en
     stop = _as_list(generation.eos_token_id)
     if end_of_turn is not None and end_of_turn not in stop:
         generation.eos_token_id = [end_of_turn, *stop]
+    if not generation.do_sample and (generation.temperature, generation.top_p, generation.top_k) != (None, None, None):
+        generation.do_sample = True  # settings for sampling say that it is meant; transformers refuses to save them otherwise
     generation.save_pretrained(target)
     AutoTokenizer.from_pretrained(folder).save_pretrained(target)

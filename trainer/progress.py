@@ -6,9 +6,15 @@ from typing import Any
 from rich.console import Console
 
 
+class _Console(Console):
+    def on_broken_pipe(self) -> None:
+        """Whoever read the lines has left; the run goes on without saying anything."""
+        self.quiet = True
+
+
 class Progress:
     def __init__(self, uri: str):
-        self.console = Console(highlight=False, soft_wrap=True)
+        self.console = _Console(highlight=False, soft_wrap=True)
         self.uri, self.step = uri, 0
         self.shown = ""
         self.before: dict[str, Any] | None = None  # the evaluation before the first step
@@ -42,8 +48,10 @@ class Progress:
             self.before = row
             return self.say(f"held-out loss before training {row['eval_loss']:.3f}")
         self.say(f"held-out loss {row['eval_loss']:.3f} (before: {self.before['eval_loss']:.3f})")
-        for asked, answered in zip(self.before["samples"], row.get("samples", []), strict=False):
-            self.say(f"  {asked['messages'][-1]['content']}\n    before: {asked['answer']}\n    after:  {answered['answer']}")
+        before = {sample["messages"][-1]["content"]: sample["answer"] for sample in self.before.get("samples", [])}
+        for sample in row.get("samples", []):
+            question = sample["messages"][-1]["content"]
+            self.say(f"  {question}\n    before: {before.get(question, '(not asked)')}\n    after:  {sample['answer']}")
         return None
 
     def ended(self, ending: str) -> None:

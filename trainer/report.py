@@ -53,15 +53,15 @@ def _samples(rows: list[dict[str, Any]]) -> list[dict[str, str]]:
     asked = [row["samples"] for row in rows if row.get("samples")]
     if not asked:
         return []
-    pairs = zip(asked[0], asked[-1], strict=True)
+    after = {sample["messages"][-1]["content"]: sample["answer"] for sample in asked[-1]} if len(asked) > 1 else {}
     return [
         {
-            "prompt": before["messages"][-1]["content"],
-            "before": before["answer"],
-            "after": after["answer"] if len(asked) > 1 else "",
-            "reference": before["reference"],
+            "prompt": sample["messages"][-1]["content"],
+            "before": sample["answer"],
+            "after": after.get(sample["messages"][-1]["content"], ""),
+            "reference": sample["reference"],
         }
-        for before, after in pairs
+        for sample in asked[0]
     ]
 
 

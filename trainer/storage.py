@@ -5,14 +5,17 @@ refreshed sessions) and takes a custom endpoint and path-style addressing, and s
 parallel parts. Keys are `/`-separated and relative to the folder.
 """
 
+import contextlib
+import errno
 import os
 import shutil
+import stat
 import tempfile
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, BinaryIO, Protocol
 
-from trainer.config import InputError, StorageConfig
+from trainer.config import InputError, StorageConfig, refusing
 
 
 class Storage(Protocol):
@@ -45,7 +48,10 @@ class Storage(Protocol):
 
 def open_storage(uri: str, config: StorageConfig) -> Storage:
     """The storage at `uri`, with `config`'s endpoint, region and addressing."""
-    return S3Storage(uri, config) if uri.startswith("s3://") else LocalStorage(uri)
+    if not uri.startswith("s3://"):
+        return LocalStorage(uri)
+    with refusing(f"storage: no S3 client can be made for {uri}", "mend storage.endpoint_url, storage.region or AWS_PROFILE"):
+        return S3Storage(uri, config)
 
 
 def check_writable(storage: Storage) -> None:
@@ -70,7 +76,7 @@ def _reason(error: Exception) -> str:
 class LocalStorage:
     def __init__(self, root: str):
         self.uri = root
-        self.root = Path(root)
+        self.root = Path(root).expanduser()
 
     def read(self, key: str) -> bytes:
         return (self.root / key).read_bytes()
@@ -94,8 +100,14 @@ class LocalStorage:
             os.unlink(file.name)
 
     def list(self, prefix: str = "") -> dict[str, int]:
-        paths = (self.root / prefix).rglob("*")
-        return {str(path.relative_to(self.root)): path.stat().st_size for path in paths if path.is_file()}
+        found = {}
+        for path in (self.root / prefix).rglob("*"):
+            if not path.name.startswith(".tmp-"):  # written, but not there yet
+                with contextlib.suppress(FileNotFoundError):
+                    status = path.stat()
+                    if stat.S_ISREG(status.st_mode):
+                        found[str(path.relative_to(self.root))] = status.st_size
+        return found
 
     def delete(self, keys: Iterable[str]) -> None:
         for key in keys:
@@ -135,7 +147,7 @@ class S3Storage:
             region_name=config.region,
             config=Config(
                 s3={"addressing_style": "path"} if config.path_style else None,
-                retries={"mode": "adaptive", "total_max_attempts": 8},
+                retries={"mode": "adaptive", "total_max_attempts": 6},
                 connect_timeout=10,
             ),
         )
@@ -178,7 +190,12 @@ class S3Storage:
     def open(self, key: str) -> BinaryIO:
         # DCP seeks in a shard many times; a local copy turns that into one parallel transfer.
         file = tempfile.TemporaryFile()  # noqa: SIM115 (the caller closes it)
-        self.client.download_fileobj(self.bucket, self._key(key), file)
+        try:
+            self.client.download_fileobj(self.bucket, self._key(key), file)
+        except self.client.exceptions.ClientError as error:
+            if error.response["Error"]["Code"] in ("404", "NoSuchKey"):
+                raise FileNotFoundError(errno.ENOENT, "No such object", f"{self.uri}/{key}") from None
+            raise
         file.seek(0)
         return file  # pyright: ignore[reportReturnType]
 

@@ -49,8 +49,13 @@ def train(run: RunFile, world: World, report: Callable[[dict[str, Any]], None]) 
             journal.add(row)
             report(row)
 
+    def measure(samples: bool) -> None:
+        if measured := held_out.measure(model, samples):
+            finite(step, "held-out loss", measured["eval_loss"])
+            record({"step": step, "num_steps": plan.num_steps, **measured})
+
     if step == 0:
-        record({"step": 0, "num_steps": plan.num_steps, **held_out.measure(model, samples=True)})
+        measure(samples=True)
     elif world.is_main and journal.rows:
         report(journal.rows[0])  # what it was before training, to compare with at the end
 
@@ -62,36 +67,42 @@ def train(run: RunFile, world: World, report: Callable[[dict[str, Any]], None]) 
         lr = learning_rate(step, plan.num_steps, config.optim.lr, config.schedule)
         set_learning_rate(optimizer, lr)
         torch.manual_seed(config.seed + step * world.size + world.rank)  # dropout, where a model has it
-        loss, norm = train_step(model, optimizer, tokens, packs, config, world)
+        loss, norm = train_step(step, model, optimizer, tokens, packs, config, world)
         meter.step(num_tokens(tokens, packs))
 
         stopping = world.stopping()
         last = stopping or step == plan.num_steps
         saving = last or step % config.checkpoint.every_steps == 0
         if saving or step % config.log_every_steps == 0:
-            record(meter.row(step, loss=finite(step, *world.sum(loss.item())), grad_norm=norm.item(), lr=lr))
+            record(meter.row(step, loss=finite(step, "loss", *world.sum(loss.item())), grad_norm=norm, lr=lr))
         if saving:
-            checkpoints.save(step, model, optimizer)
             if world.is_main:
                 journal.flush()
+            checkpoints.save(step, model, optimizer)
             meter.pause()
         every = config.evaluate.every_steps
         if every and step % every == 0 and not last:
-            record({"step": step, "num_steps": plan.num_steps, **held_out.measure(model, samples=False)})
+            measure(samples=False)
             meter.pause()
 
     if step < plan.num_steps:
         return "interrupted"
-    record({"step": step, "num_steps": plan.num_steps, **held_out.measure(model, samples=True)})
-    export(model, folder, storage, json.loads(storage.read("data/facts.json"))["end_of_turn"], world)
+    measure(samples=True)
+    export(model, folder, storage, held_out.end_of_turn, world)
     if world.is_main:
         journal.flush()
     return "complete"
 
 
 def train_step(
-    model: Any, optimizer: torch.optim.Optimizer, tokens: Tokens, packs: list[np.ndarray], config: TrainerConfig, world: World
-) -> tuple[torch.Tensor, torch.Tensor]:
+    step: int,
+    model: Any,
+    optimizer: torch.optim.Optimizer,
+    tokens: Tokens,
+    packs: list[np.ndarray],
+    config: TrainerConfig,
+    world: World,
+) -> tuple[torch.Tensor, float]:
     """One optimiser step over all packs; returns this rank's part of the loss and the gradient's norm before clipping.
 
     The loss is a sum over tokens divided by the supervised tokens of the whole step, so that neither accumulation nor
@@ -104,7 +115,7 @@ def train_step(
         loss = batch_loss(model, batch, world) * weight
         (loss * world.size).backward()
         total += loss.detach()
-    norm = clip_gradients(model, config.optim.clip_norm)
+    norm = finite(step, "gradient norm", clip_gradients(model, config.optim.clip_norm).item())
     optimizer.step()
     return total, norm
 
@@ -115,11 +126,11 @@ def batch_loss(model: Any, batch: MicroBatch, world: World) -> torch.Tensor:
     return model.supervised_loss(*move)
 
 
-def finite(step: int, loss: float) -> float:
-    """The loss, unless it is none: a run must not go on to save weights that are lost."""
-    if not math.isfinite(loss):
-        raise RunError(f"the loss of step {step} is {loss}; lower optim.lr, or raise schedule.warmup_steps")
-    return loss
+def finite(step: int, what: str, value: float) -> float:
+    """The value, which all ranks have, unless it is no number: it must not reach weights that are then saved."""
+    if not math.isfinite(value):
+        raise RunError(f"the {what} of step {step} is {value}; lower optim.lr, or raise schedule.warmup_steps")
+    return value
 
 
 class HeldOut:
@@ -128,7 +139,8 @@ class HeldOut:
     def __init__(self, config: TrainerConfig, storage: Storage, folder: Any, world: World):
         self.config, self.world = config, world
         self.tokens = Tokens.from_bytes(storage.read("data/eval.npz")) if config.data.eval else None
-        self.prompts = json.loads(storage.read("data/facts.json"))["prompts"]
+        facts = json.loads(storage.read("data/facts.json"))
+        self.prompts, self.end_of_turn = facts["prompts"], facts["end_of_turn"]
         self.tokenizer = load_tokenizer(folder) if self.prompts else None
 
     @torch.no_grad()
@@ -149,4 +161,5 @@ class HeldOut:
         return row
 
     def _answer(self, model: Any, prompt: dict[str, Any]) -> str:
-        return answer(model, self.tokenizer, prompt["messages"], self.config.evaluate.max_new_tokens, self.world.device)
+        length = self.config.evaluate.max_new_tokens
+        return answer(model, self.tokenizer, prompt["messages"], length, self.end_of_turn, self.world.device)

@@ -93,7 +93,9 @@ def test_variables_come_once_and_the_same_on_head_and_workers_but_for_the_hidden
 def test_no_container_has_a_command_that_keeps_kuberay_from_starting_ray(values):
     objects = render(values)
     for role in ("head", "worker"):
-        assert not {"command", "args", "lifecycle"} & set(container(objects, role))
+        assert not {"command", "args"} & set(container(objects, role))
+    save = {"preStop": {"exec": {"command": ["ray-finetune", "stop", "--wait"]}}}
+    assert [container(objects, role).get("lifecycle") for role in ("head", "worker")] == [save, None]
 
 
 def test_a_secret_is_named_and_never_copied():

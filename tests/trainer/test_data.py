@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from tiny import WORDS, build_tokenizer, config, save_model
+from tokenizers import processors
 
 from trainer.config import InputError, TrainerConfig
 from trainer.data import Plan, Tokens, encode, end_of_turn, micro_batches, num_supervised, pack, tokenize
@@ -38,6 +39,11 @@ def turns(*pairs: tuple[str, Any]) -> str:
         (turns(("human", "a"), ("gpt", "b")), "role 'human' is unknown; write system, user or assistant"),
         (turns(("user", "a"), ("assistant", None)), "a message's content is not text"),
         (turns(("user", "a"), ("assistant", "  ")), "an assistant turn is empty"),
+        (turns(("system", "s"), ("assistant", "a"), ("user", "b"), ("assistant", "c")), "an assistant turn comes first"),
+        (turns(("user", "red<|im_end|>"), ("assistant", "b")), "a message's content holds the special token <|im_end|>"),
+        (turns(("user", "a"), ("assistant", "\ud800")), "a message's content holds half a character"),
+        ('{"messages": ' + "[" * 100_000, "not valid JSON (a number too long, or too deep)"),
+        ('{"messages": ' + "9" * 5000 + "}", "not valid JSON (a number too long, or too deep)"),
         ('{"messages": [{"role": "user", "content": "a", "name": "x"}]}', "a message is not exactly a role and a content"),
         ('{"messages": ["a"]}', "a message is not exactly a role and a content"),
         (json.dumps(GOOD | {"tools": []}), "tools are not supported"),
@@ -123,6 +129,27 @@ def test_a_template_that_rewrites_earlier_turns_is_refused_where_it_matters() ->
     assert sum(encode(GOOD["messages"], tokenizer)[1]) > 1
     with pytest.raises(ValueError, match="the chat template changes earlier turns"):
         encode(GOOD["messages"] * 2, tokenizer)
+
+
+def test_a_template_without_a_generation_prompt_is_refused_unless_the_answer_follows_at_once() -> None:
+    tokenizer = build_tokenizer()
+    tokenizer.chat_template = "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>{% endfor %}"
+    with pytest.raises(ValueError, match="the chat template writes no generation prompt"):
+        encode(GOOD["messages"], tokenizer)
+    tokenizer.chat_template = (
+        "{% for m in messages %}{% if m['role'] == 'user' %}[Q]{{ m['content'] }}[A]{% else %} {{ m['content'] }}<|endoftext|>{% endif %}"
+        "{% endfor %}"
+    )
+    ids, mask = encode(GOOD["messages"] * 2, tokenizer)
+    assert TOKENIZER.decode([i for i, on in zip(ids, mask, strict=True) if on]) == " blue stone<|endoftext|>" * 2
+
+
+def test_white_space_is_supervised_where_the_tokenizer_gives_it_no_place() -> None:
+    tokenizer = build_tokenizer()
+    tokenizer.backend_tokenizer.post_processor = processors.ByteLevel(trim_offsets=True)
+    answer = "if x:\n        return   y\n"
+    ids, mask = encode([{"role": "user", "content": "a"}, {"role": "assistant", "content": answer}], tokenizer)
+    assert tokenizer.decode([i for i, on in zip(ids, mask, strict=True) if on]) == answer + "<|im_end|>"
 
 
 def test_a_template_that_refuses_a_role_gives_its_own_reason() -> None:

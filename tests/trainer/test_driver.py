@@ -13,11 +13,13 @@ from typing import Any
 import pytest
 import torch
 from processes import run_processes
+from safetensors.torch import load_file, save_file
 from tiny import save_model, settings
 from training import run_training, weights
 
 from trainer.cli import main
 
+ALONE = os.environ | {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29511"}
 ENVIRONMENT = os.environ | {"PYTHONUNBUFFERED": "1", "HF_HUB_OFFLINE": "1"}
 
 
@@ -66,8 +68,38 @@ def no_assistant(folder: Path) -> None:
 
 
 def large_tokenizer(folder: Path) -> None:
-    config = json.loads((folder / "model" / "config.json").read_text())
-    (folder / "model" / "config.json").write_text(json.dumps(config | {"vocab_size": 100}))
+    change_model_config(folder, vocab_size=100)
+
+
+def change_model_config(folder: Path, **changes: Any) -> None:
+    path = folder / "model" / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+def broken_config(folder: Path) -> None:
+    change_model_config(folder, num_key_value_heads=0)
+
+
+def few_positions(folder: Path) -> None:
+    change_model_config(folder, max_position_embeddings=64)
+
+
+def other_shape(folder: Path) -> None:
+    change_model_config(folder, hidden_size=64)
+
+
+def broken_tokenizer(folder: Path) -> None:
+    (folder / "model" / "tokenizer.json").write_text("{")
+
+
+def truncated_weights(folder: Path) -> None:
+    path = folder / "model" / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:200])
+
+
+def missing_tensor(folder: Path) -> None:
+    path = folder / "model" / "model.safetensors"
+    save_file({name: tensor for name, tensor in load_file(path).items() if name != "model.norm.weight"}, path, {"format": "pt"})
 
 
 @pytest.mark.parametrize(
@@ -79,6 +111,12 @@ def large_tokenizer(folder: Path) -> None:
         (bad_line, "{folder}/train.jsonl:41: not valid JSON (Expecting value at column 15); write one JSON object a line"),
         (no_assistant, "{folder}/eval.jsonl:11: no assistant turn, so nothing to learn from; add one or remove the row"),
         (large_tokenizer, "the model 100; give a tokenizer that belongs to it"),
+        (broken_config, "model.path: {folder}/model is no causal language model that can be trained ("),
+        (broken_tokenizer, "model.path: {folder}/model has no tokenizer that can be read ("),
+        (truncated_weights, "model.path: {folder}/model/model.safetensors is damaged ("),
+        (other_shape, "but config.json says [320, 64]; give files that belong together"),
+        (missing_tensor, "lacks the weights model.norm.weight (1 in all); give a complete model"),
+        (few_positions, "data.sequence_length: 128 is more than the model's 64 positions; lower it"),
     ],
     ids=lambda value: getattr(value, "__name__", ""),
 )
@@ -100,6 +138,12 @@ def test_bad_input_is_one_sentence_and_exit_code_2_before_ray_starts(
         ({"model": {"path": "./nowhere"}}, "model.path: ./nowhere is no folder; give an existing one, an s3:// folder or a Hub id"),
         ({"model": {"path": "org/nothing"}}, "model.path: org/nothing is no local folder, and the Hub did not give it"),
         ({"model": {"gguf_file": "none.gguf"}}, "none.gguf does not exist; name a file in model.path"),
+        ({"model": {"freeze": ["nothing.*"]}}, "model.freeze: no parameter is named like nothing.*"),
+        ({"attention": "flash_attention_2"}, "attention: flash_attention_2 needs the package flash-attn"),
+        (
+            {"storage": {"uri": "s3://bucket/r", "endpoint_url": "http://bad host"}},
+            "storage: no S3 client can be made for s3://bucket/r/tiny-",
+        ),
     ],
 )
 def test_bad_settings_are_one_sentence_and_exit_code_2(
@@ -186,8 +230,6 @@ def test_a_run_under_ray_stops_on_sigterm_resumes_and_ends_as_one_without_ray(tm
 
 
 def base_weights(folder: Path) -> dict[str, torch.Tensor]:
-    from safetensors.torch import load_file
-
     return load_file(folder / "model" / "model.safetensors")
 
 
@@ -229,10 +271,43 @@ def test_a_loss_that_is_no_number_ends_the_run_before_it_is_saved(tmp_path: Path
     config = write_config(tmp_path, optim={"lr": 1e30, "clip_norm": None}, checkpoint={"every_steps": 2})
     save_model(tmp_path / "model")
     command = [sys.executable, "-m", "trainer", "train", "--config", str(config)]
-    alone = ENVIRONMENT | {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29511"}
-    ended = subprocess.run(command, capture_output=True, text=True, env=alone)
+    ended = subprocess.run(command, capture_output=True, text=True, env=ALONE)
     assert ended.returncode == 1
-    assert ended.stderr.strip().endswith("failed: the loss of step 2 is nan; lower optim.lr, or raise schedule.warmup_steps")
+    assert re.search(
+        r"failed: the (loss|gradient norm) of step 2 is nan; lower optim.lr, or raise schedule.warmup_steps$", ended.stderr.strip()
+    )
     [run] = (tmp_path / "runs").iterdir()
     assert json.loads((run / "outcome.json").read_text())["outcome"] == "failed"
     assert not list((run).glob("checkpoints/*/manifest.json"))
+
+
+def test_a_full_disk_ends_the_run_with_its_reason_and_a_later_start_goes_on(tmp_path: Path) -> None:
+    config = write_config(tmp_path, checkpoint={"every_steps": 2})
+    limited = f"ulimit -f 150; exec {sys.executable} -m trainer train --config {config}"
+    ended = subprocess.run(["bash", "-c", limited], capture_output=True, text=True, env=ALONE)
+    assert ended.returncode == 1
+    assert "failed: the checkpoint of step 2 could not be" in ended.stderr
+    [run] = (tmp_path / "runs").iterdir()
+    assert json.loads((run / "outcome.json").read_text())["outcome"] == "failed"
+    again = subprocess.run(
+        [sys.executable, "-m", "trainer", "train", "--config", str(config)], capture_output=True, text=True, env=ALONE
+    )
+    assert again.returncode == 0, again.stderr
+
+
+def test_lines_that_nobody_reads_do_not_end_a_run(tmp_path: Path) -> None:
+    config = write_config(tmp_path)
+    command = f"set -o pipefail; {sys.executable} -m trainer train --config {config} | head -2"
+    ended = subprocess.run(["bash", "-c", command], capture_output=True, text=True, env=ALONE)
+    assert ended.returncode == 0, ended.stderr
+    [run] = (tmp_path / "runs").iterdir()
+    assert json.loads((run / "outcome.json").read_text())["outcome"] == "complete"
+
+
+def test_other_prompts_after_a_resume_do_not_break_the_end(tmp_path: Path) -> None:
+    run_processes(1, run_training, settings(tmp_path), 1)
+    config = write_config(tmp_path, evaluate={"prompts": 3})
+    ended = subprocess.run(
+        [sys.executable, "-m", "trainer", "train", "--config", str(config)], capture_output=True, text=True, env=ALONE
+    )
+    assert ended.returncode == 0, ended.stderr

@@ -22,23 +22,33 @@ def test_warm_up_rises_linearly_to_the_peak(name: str) -> None:
 
 
 def test_each_schedule_ends_where_it_should() -> None:
-    assert curve(10, name="linear", min_ratio=0.1)[-1] == pytest.approx(0.1)
-    assert curve(10, name="cosine", min_ratio=0.1)[-1] == pytest.approx(0.1)
+    assert curve(9, name="linear", min_ratio=0.1)[-1] == pytest.approx(0.1 + 0.9 / 10)
+    assert curve(99, name="cosine", min_ratio=0.1)[-1] == pytest.approx(0.1, abs=1e-3)
     assert curve(10, name="constant") == [1.0] * 10
-    wsd = curve(20, name="wsd", warmup_steps=2, decay_fraction=0.25, min_ratio=0.2)
-    assert wsd[2:15] == [1.0] * 13
-    assert wsd[14:] == pytest.approx([1.0, 0.84, 0.68, 0.52, 0.36, 0.2])
+    wsd = curve(20, name="wsd", warmup_steps=2, decay_fraction=0.2, min_ratio=0.2)
+    assert wsd[2:16] == [1.0] * 14
+    assert wsd[15:] == pytest.approx([1.0, 0.84, 0.68, 0.52, 0.36])
 
 
 def test_cosine_is_half_way_down_at_half_time_and_linear_is_straight() -> None:
-    assert curve(100, name="cosine")[49] == pytest.approx(0.5)
-    assert curve(100, name="linear", warmup_steps=20)[59] == pytest.approx(0.5)
+    assert curve(99, name="cosine")[49] == pytest.approx(0.5)
+    assert curve(99, name="linear", warmup_steps=20)[59] == pytest.approx(0.5)
 
 
 def test_a_run_of_only_warm_up_or_one_step_has_a_learning_rate() -> None:
     assert curve(3, warmup_steps=3) == pytest.approx([1 / 3, 2 / 3, 1])
-    assert curve(1) == [0.0]
     assert curve(1, name="constant") == [1.0]
+
+
+@pytest.mark.parametrize("name", ["cosine", "linear", "constant", "wsd"])
+@pytest.mark.parametrize(("num_steps", "warmup_steps"), [(1, 0), (1, 1), (2, 0), (7, 3), (10, 5)])
+def test_every_step_learns_and_none_after_warm_up_learns_more_than_the_one_before(
+    name: str, num_steps: int, warmup_steps: int
+) -> None:
+    rates = curve(num_steps, name=name, warmup_steps=warmup_steps, decay_fraction=1.0)
+    assert all(0 < rate <= 1 for rate in rates)
+    after = rates[max(0, warmup_steps - 1) :]
+    assert after == sorted(after, reverse=True)
 
 
 def test_norms_and_biases_do_not_decay_and_frozen_parameters_are_left_out() -> None:

@@ -68,7 +68,7 @@ def test_a_damaged_checkpoint_is_passed_over_for_the_one_before_it(folder: Path,
     assert losses([first, second]) == losses([whole])
 
 
-@pytest.mark.parametrize("leftover", ["no manifest", "half a manifest", "truncated shard", "missing shard"])
+@pytest.mark.parametrize("leftover", ["no manifest", "half a manifest", "truncated shard", "missing shard", "damaged metadata"])
 def test_a_half_written_checkpoint_does_not_exist(folder: Path, whole: dict[str, Any], leftover: str) -> None:
     values = shared_settings(folder, leftover.replace(" ", "-"))
     first = run_processes(1, run_training, values, 3)[0]
@@ -82,6 +82,8 @@ def test_a_half_written_checkpoint_does_not_exist(folder: Path, whole: dict[str,
             manifest.write_bytes(manifest.read_bytes()[: manifest.stat().st_size // 2])
         case "truncated shard":
             shard.write_bytes(shard.read_bytes()[:-1])
+        case "damaged metadata":
+            (newest / ".metadata").write_bytes(bytes((newest / ".metadata").stat().st_size))
         case "missing shard":
             shard.unlink()
     second = run_processes(1, run_training, values)[0]
@@ -100,3 +102,47 @@ def test_metrics_are_one_row_a_step_through_interruptions(folder: Path, whole: d
         rows = [json.loads(line) for line in (uri / "metrics.jsonl").read_text().splitlines()]
         assert [row["step"] for row in rows if "loss" in row] == list(range(1, 9)), name
         assert [row["step"] for row in rows if "eval_loss" in row] == [0, 8], name
+
+
+def test_a_store_that_cannot_be_read_ends_the_run_rather_than_starting_it_again(folder: Path, whole: dict[str, Any]) -> None:
+    values = shared_settings(folder, "unreadable")
+    first = run_processes(1, run_training, values, 3)[0]
+    with pytest.raises(AssertionError, match="No space left on device"):
+        run_processes(1, with_a_full_disk, values)
+    second = run_processes(1, run_training, values)[0]
+    assert [row["step"] for row in second["rows"] if "loss" in row] == [6, 7, 8]
+    assert first["ending"] == "interrupted"
+
+
+def with_a_full_disk(values: dict[str, Any]) -> None:
+    from trainer.storage import LocalStorage
+
+    def refuse(self: Any, key: str) -> Any:
+        raise OSError("No space left on device")
+
+    LocalStorage.open = refuse
+    run_training(values)
+
+
+def test_a_gradient_that_is_no_number_reaches_neither_weights_nor_a_checkpoint(folder: Path, whole: dict[str, Any]) -> None:
+    values = shared_settings(folder, "nan")
+    with pytest.raises(AssertionError, match="the gradient norm of step 4 is nan"):
+        run_processes(2, with_a_bad_gradient, values, 4)
+    again = run_processes(2, run_training, values)[0]
+    assert [row["step"] for row in again["rows"] if "loss" in row] == [3, 4, 5, 6, 7, 8]
+    assert losses([again]) == {step: loss for step, loss in losses([whole]).items() if step > 2}
+
+
+def with_a_bad_gradient(values: dict[str, Any], at: int) -> None:
+    import trainer.train as module
+
+    clip, calls = module.clip_gradients, []
+
+    def spoil(model: Any, clip_norm: float | None) -> torch.Tensor:
+        calls.append(1)
+        if len(calls) == at:
+            next(model.parameters()).grad.to_local().fill_(float("nan"))
+        return clip(model, clip_norm)
+
+    module.clip_gradients = spoil
+    run_training(values)

@@ -12,7 +12,7 @@ ray-finetune train --run /etc/ray-finetune/run.json
 {{- define "ray-finetune.cluster" -}}
 {{- $values := .root.Values -}}
 {{- $node := include "ray-finetune.node" .root | fromJson -}}
-{{- $headNode := dict "gpus" $node.gpus "efa" $node.efa "cpu_m" (include "ray-finetune.millicpu" $values.head.cpu) "memory_mib" (include "ray-finetune.mebibytes" $values.head.memory) -}}
+{{- $headNode := include "ray-finetune.headNode" .root | fromJson -}}
 {{- $autoscaled := include "ray-finetune.autoscaled" .root | eq "true" -}}
 rayVersion: {{ include "ray-finetune.rayVersion" .root | quote }}
 {{- /* With mode token the operator makes the Secret; one made by the chart would be deleted before the RayJob. */}}

@@ -76,3 +76,10 @@ pages of 2 MiB aside on a node with EFA.
   "grace_seconds" (int .Values.lifecycle.terminationGracePeriodSeconds)
 | toJson -}}
 {{- end -}}
+
+{{- /* The same facts for the head, which takes no GPU and no EFA but sets Ray's variables by them. */}}
+{{- define "ray-finetune.headNode" -}}
+{{- $node := include "ray-finetune.node" . | fromJson -}}
+{{- $head := .Values.head -}}
+{{- dict "gpus" $node.gpus "efa" $node.efa "cpu_m" (include "ray-finetune.millicpu" $head.cpu) "memory_mib" (include "ray-finetune.mebibytes" $head.memory) | toJson -}}
+{{- end -}}

@@ -51,6 +51,11 @@ spec:
         - {name: gcs-server, containerPort: 6379}
         - {name: dashboard, containerPort: 8265}
         - {name: metrics, containerPort: 8080}
+      {{- /* A drained head gets no other notice: the pod's SIGTERM goes to `ray start`, not to the driver beside it. */}}
+      lifecycle:
+        preStop:
+          exec:
+            command: [ray-finetune, stop, --wait]
       {{- end }}
       resources: {{- include "ray-finetune.resources" . | nindent 8 }}
       securityContext: {{- include "ray-finetune.containerSecurityContext" . | nindent 8 }}
