@@ -99,7 +99,7 @@ lock: .venv/bin/uv ## Lock the Python packages again, for this machine and for t
 .PHONY: wheel
 wheel: .venv/bin/uv ## Build the trainer's wheel into dist/
 	@rm -f dist/*.whl
-	.venv/bin/uv build --wheel --build-constraints requirements.lock --require-hashes --out-dir dist
+	.venv/bin/uv build --system-certs --wheel --build-constraints requirements.lock --require-hashes --out-dir dist
 
 .PHONY: image
 image: wheel ## Build the image on top of the Ray Train DLC; BUILDER=buildah, IMAGE=name, BASE_IMAGE=reference
@@ -131,8 +131,8 @@ tools: .venv/.stamp $(addprefix $(BIN)/,$(TOOLS)) ## Install everything that the
 
 .venv/.stamp: requirements.lock pyproject.toml | .venv/bin/uv
 	@echo "Installing the Python packages of requirements.lock into .venv"
-	@.venv/bin/uv pip sync --quiet --python .venv/bin/python --require-hashes requirements.lock
-	@.venv/bin/uv pip install --quiet --python .venv/bin/python --no-deps --no-build-isolation --editable .
+	@.venv/bin/uv pip sync --quiet --system-certs --python .venv/bin/python --require-hashes requirements.lock
+	@.venv/bin/uv pip install --quiet --system-certs --python .venv/bin/python --no-deps --no-build-isolation --editable .
 	@touch $@
 
 # $(call go-build,group,package,-X flags): static, without the symbols that only a debugger reads.

@@ -53,7 +53,7 @@ def without_hashes(path: Path) -> list[str]:
 
 
 def compile_lock(path: Path, options: list[str]) -> None:
-    command = [UV, "pip", "compile", "pyproject.toml", "--quiet", "--generate-hashes", "--no-emit-index-url"]
+    command = [UV, "pip", "compile", "pyproject.toml", "--quiet", "--system-certs", "--generate-hashes", "--no-emit-index-url"]
     header = ["--custom-compile-command", "make lock", "--output-file", str(path)]
     subprocess.run([*command, *options, *header], cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
     locked, _, _ = path.read_text().partition("\n# The following packages were excluded from the output:")
