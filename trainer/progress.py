@@ -1,6 +1,7 @@
 """What a run shows in a terminal: one line in place on a TTY, one line a logged step elsewhere."""
 
 import os
+import sys
 from typing import Any
 
 from rich.console import Console
@@ -10,6 +11,7 @@ class _Console(Console):
     def on_broken_pipe(self) -> None:
         """Whoever read the lines has left; the run goes on without saying anything."""
         self.quiet = True
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is left in the buffer goes nowhere
 
 
 class Progress:
