@@ -77,6 +77,11 @@ def prepare(run: RunFile, storage: Storage, say: Callable[[str], None]) -> None:
 
     quiet_transformers()
     config = run.trainer
+    if (idle := run.hardware.workers - config.batch.sequences) > 0:
+        sequences = (
+            f"batch.sequences: {config.batch.sequences} sequences a step leave {idle} of {run.hardware.workers} workers idle"
+        )
+        raise InputError(f"{sequences}; write at least {run.hardware.workers}, or take fewer workers")
     folder = fetch_model(config, weights=False)
     tokenizer = load_tokenizer(folder)
     check_model(folder, tokenizer, config)

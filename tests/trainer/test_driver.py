@@ -154,6 +154,13 @@ def test_bad_settings_are_one_sentence_and_exit_code_2(
     assert len(text.splitlines()) == 1
 
 
+def test_more_workers_than_sequences_of_a_step_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = refusal(["train", "--config", str(write_config(tmp_path)), "--workers", "5"], monkeypatch, capsys)
+    assert text == "error: batch.sequences: 3 sequences a step leave 2 of 5 workers idle; write at least 5, or take fewer workers"
+
+
 def test_a_missing_settings_file_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
