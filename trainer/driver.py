@@ -27,30 +27,35 @@ EXIT_CODES = {"complete": 0, "refused": 2, "failed": 1, "interrupted": 75}
 
 def drive(run: RunFile) -> int:
     """Runs `run` from where it is to its end and returns the exit code."""
-    storage = open_storage(run.uri, run.trainer.storage)
-    check_writable(storage)
-    outcome = read_outcome(storage)
-    if outcome and outcome["outcome"] == "complete":
-        print(f"{run.uri} is complete (step {outcome['step']}); change a setting to train another")
+    storage, complete_at = open_run(run)
+    if complete_at is not None:
+        print(f"{run.uri} is complete (step {complete_at}); change a setting to train another")
         return EXIT_CODES["complete"]
-    main = os.environ.get("RANK", "0") == "0"
     progress = Progress(run.uri)
     try:
         ending = launch(run, storage, progress)
     except Exception as error:
-        if main:
+        if not progress.silent:
             how = "refused" if isinstance(error, InputError) else "failed"
             write_outcome(storage, how, str(error).strip().rpartition("\n")[2], progress.step)
         raise
     finally:
         progress.close()
-    if main:
+    if not progress.silent:
         from trainer.report import write_report
 
         write_outcome(storage, ending, None, progress.step)
         write_report(run, storage)
         progress.ended(ending)
     return EXIT_CODES[ending]
+
+
+def open_run(run: RunFile) -> tuple[Storage, int | None]:
+    """The run's folder, which can be written, and the step at which the run is complete, or None."""
+    storage = open_storage(run.uri, run.trainer.storage)
+    check_writable(storage)
+    outcome = read_outcome(storage)
+    return storage, outcome["step"] if outcome and outcome["outcome"] == "complete" else None
 
 
 def read_outcome(storage: Storage) -> dict[str, Any] | None:
@@ -127,11 +132,9 @@ def _refuse_changed(storage: Storage, facts: dict[str, Any], config: TrainerConf
 
 def preflight(run: RunFile) -> None:
     """What the driver checks before it asks for workers, alone; InputError where a run would be refused."""
-    storage = open_storage(run.uri, run.trainer.storage)
-    check_writable(storage)
-    outcome = read_outcome(storage)
-    if outcome and outcome["outcome"] == "complete":
-        print(f"{run.uri} is complete (step {outcome['step']})")
+    storage, complete_at = open_run(run)
+    if complete_at is not None:
+        print(f"{run.uri} is complete (step {complete_at})")
         return
     prepare(run, storage, print)
     print(f"ready: {run.uri}")

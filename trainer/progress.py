@@ -20,6 +20,7 @@ class Progress:
         self.uri, self.step = uri, 0
         self.shown = ""
         self.before: dict[str, Any] | None = None  # the evaluation before the first step
+        # Under torchrun every process has one of these; rank 0 alone speaks and keeps the run's records.
         self.silent = os.environ.get("RANK", "0") != "0"
 
     def say(self, text: str) -> None:

@@ -1,7 +1,7 @@
 """What cannot work is refused at render, by a sentence that names the key and says what to write."""
 
 import pytest
-from chart import CPU, GPU, TRAINER, merged, refusal, render
+from chart import CPU, GPU, TRAINER, container, merged, refusal, render, run_file
 
 NEEDS_FIGURES = {"trainer": TRAINER, "workers": {"instanceType": "g9.4xlarge", "cpu": 8, "memory": "16Gi", "gpus": 2}}
 ONE_GPU = {"trainer": TRAINER, "workers": {"instanceType": "g6.xlarge", "nodes": 2}}
@@ -179,8 +179,13 @@ def test_without_trainer_settings_the_missing_ones_are_named():
 
 @pytest.mark.parametrize("value", ["hf_short", "risk-assessment-of-large-language-models", "task-abcdefghijklmnopqrstuvwxyz"])
 def test_text_that_only_resembles_a_key_is_accepted(value):
-    render(merged(CPU, {"trainer": {"data": {"version": value}}}))
+    objects = render(merged(CPU, {"trainer": {"data": {"version": value}}}))
+    assert run_file(objects)["trainer"]["data"]["version"] == value
 
 
 def test_switches_with_secret_looking_names_are_accepted():
-    render(merged(CPU, {"env": {"HF_HUB_DISABLE_IMPLICIT_TOKEN": "1", "TOKENIZERS_PARALLELISM": "false"}}))
+    switches = {"HF_HUB_DISABLE_IMPLICIT_TOKEN": "1", "TOKENIZERS_PARALLELISM": "false"}
+    objects = render(merged(CPU, {"env": switches}))
+    for role in ("head", "worker"):
+        given = {variable["name"]: variable.get("value") for variable in container(objects, role)["env"]}
+        assert switches.items() <= given.items()
