@@ -205,7 +205,10 @@ class TrainerConfig(Settings):
     """Type of the computation; `auto` is bfloat16 on a GPU and float32 on a CPU. Master weights are always float32."""
 
     attention: Literal["auto", "sdpa", "eager", "flash_attention_2"] = "auto"
-    """Attention kernel; `auto` is flash_attention_2 where the package and a GPU are there, else sdpa."""
+    """Attention kernel; `auto` is torch's variable-length kernels on a GPU where they fit the model, else sdpa with a mask."""
+
+    compile: bool | None = None
+    """Compile the model's blocks with torch.compile; null means on a GPU where there is a C compiler for it."""
 
     seed: int = Field(default=0, ge=0, lt=2**32)
     """Seed of the row order and of any dropout."""
@@ -219,7 +222,7 @@ class TrainerConfig(Settings):
     def fingerprint(self) -> str:
         """Eight hex digits over the settings that change the result, defaults resolved; not cadence, place or hardware."""
         result = self.model_dump(exclude={"name", "storage", "checkpoint", "log_every_steps", "max_failures", "evaluate"})
-        del result["batch"]["micro_batch"], result["attention"]
+        del result["batch"]["micro_batch"], result["attention"], result["compile"]
         result["order_version"] = ORDER_VERSION
         return hashlib.sha256(json.dumps(result, sort_keys=True).encode()).hexdigest()[:8]
 

@@ -300,14 +300,15 @@ def epoch_zero(tokens: Tokens, config: TrainerConfig) -> list[np.ndarray]:
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """Sequences for one forward pass, each int64 [micro_batch, sequence_length].
+    """Sequences for one forward pass, each [micro_batch, sequence_length], int64 but for the float32 `weights`.
 
-    `labels` are shifted already: labels[:, t] is the token to predict at t, or IGNORED.
+    `labels` are shifted already: labels[:, t] is the token to predict at t, or IGNORED. `weights` is 0 there.
     """
 
     input_ids: torch.Tensor
     position_ids: torch.Tensor
     labels: torch.Tensor
+    weights: torch.Tensor
 
 
 def micro_batches(tokens: Tokens, packs: list[np.ndarray], config: TrainerConfig, rank: int, size: int) -> list[MicroBatch]:
@@ -333,7 +334,7 @@ def num_tokens(tokens: Tokens, packs: list[np.ndarray]) -> int:
     return sum(int(tokens.lengths[rows].sum()) for rows in packs)
 
 
-def _sequence(tokens: Tokens, rows: np.ndarray, length: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def _sequence(tokens: Tokens, rows: np.ndarray, length: int) -> tuple[torch.Tensor, ...]:
     ids = np.zeros(length, np.int64)
     positions = np.zeros(length, np.int64)
     labels = np.full(length, IGNORED, np.int64)
@@ -348,4 +349,5 @@ def _sequence(tokens: Tokens, rows: np.ndarray, length: int) -> tuple[torch.Tens
         at += size
     # Positions that start again at 0 are what keeps rows apart in attention; the padding is one more row.
     positions[at:] = np.arange(length - at)
-    return torch.from_numpy(ids), torch.from_numpy(positions), torch.from_numpy(labels)
+    weights = (labels != IGNORED).astype(np.float32)
+    return tuple(map(torch.from_numpy, (ids, positions, labels, weights)))

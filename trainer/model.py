@@ -1,5 +1,6 @@
 """The model: where its files come from, its skeleton on the meta device, its weights, its loss and its export."""
 
+import contextlib
 import fnmatch
 import importlib.util
 import json
@@ -7,6 +8,7 @@ import os
 import shutil
 import tempfile
 import types
+from collections.abc import Iterator
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -18,17 +20,15 @@ from safetensors.torch import save_file
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-from torch.nn.functional import cross_entropy
-from torch.utils.checkpoint import checkpoint
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
-from transformers.utils.import_utils import is_flash_attn_2_available
 
+from trainer.attention import VARLEN, choose_attention, document_bounds
 from trainer.config import InputError, ModelConfig, TrainerConfig, refusing
-from trainer.data import IGNORED
+from trainer.data import MicroBatch
+from trainer.loss import LogitScale, Targets, chunk_loss, weighted_loss
 from trainer.parallel import World
 from trainer.storage import Storage, open_storage
 
-LOSS_CHUNK = 1024  # tokens whose logits exist at once: 0.6 GB in float32 at a vocabulary of 150,000
 EXPORT_SHARD = 4 * 2**30  # bytes in one safetensors file
 WEIGHTS = (".safetensors", ".bin", ".gguf")
 
@@ -144,7 +144,9 @@ def check_model(folder: Path, tokenizer: Any, config: TrainerConfig) -> None:
     with refusing(
         f"model.path: {folder} is no causal language model that can be trained", "give another model, or mend its config.json"
     ):
-        model = build_model(folder, config, "sdpa")  # the head, where this runs, has no GPU for another kernel
+        # The head, where this runs, has no GPU for another kernel.
+        attention = choose_attention(AutoConfig.from_pretrained(folder), config, torch.device("cpu"), torch.float32)
+        model = build_model(folder, config, attention if config.attention == "auto" else "sdpa")
     if config.attention == "flash_attention_2" and importlib.util.find_spec("flash_attn") is None:
         raise InputError("attention: flash_attention_2 needs the package flash-attn, which is not installed; set auto or sdpa")
     shape = model.config.get_text_config()
@@ -159,12 +161,6 @@ def check_model(folder: Path, tokenizer: Any, config: TrainerConfig) -> None:
         weight_files(model, folder)
 
 
-def choose_attention(config: TrainerConfig, device: torch.device) -> str:
-    if config.attention != "auto":
-        return config.attention
-    return "flash_attention_2" if device.type == "cuda" and is_flash_attn_2_available() else "sdpa"
-
-
 def build_model(folder: Path, config: TrainerConfig, attention: str) -> Any:
     """The model without weights: float32 parameters on the meta device, real buffers, frozen parameters marked."""
     from accelerate import init_empty_weights
@@ -174,6 +170,7 @@ def build_model(folder: Path, config: TrainerConfig, attention: str) -> Any:
             AutoConfig.from_pretrained(folder), dtype=torch.float32, attn_implementation=attention
         )
     model.tie_weights()
+    model.chunk_loss = chunk_loss
     for method in (supervised_loss, plain_logits):
         setattr(model, method.__name__, types.MethodType(method, model))
     for pattern in config.model.freeze:
@@ -229,56 +226,69 @@ def _copy_rows(parameter: torch.Tensor, source: Any) -> None:
         parameter.to_local().data.copy_(source[offset[0] : offset[0] + shape[0]])
 
 
-def supervised_loss(model: Any, input_ids: torch.Tensor, position_ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    """Sum of the cross entropies of the supervised tokens, in float32; a method of the model, so that FSDP gathers for it.
+def loss_inputs(model: Any, batch: MicroBatch, device: torch.device) -> dict[str, Any]:
+    """What `supervised_loss` takes, on its way to `device`; all that depends on the rows' lengths is counted here, on the CPU."""
 
-    The hidden states of ignored tokens never meet the head, and the logits of LOSS_CHUNK tokens at most exist at once:
-    each chunk is computed again in the backward pass.
-    """
+    def move(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
+
+    targets = Targets.of(batch.labels, batch.weights)
+    inputs = {
+        "input_ids": move(batch.input_ids),
+        "position_ids": move(batch.position_ids),
+        "targets": Targets(move(targets.index), move(targets.labels), move(targets.weights)),
+    }
+    if model.config._attn_implementation == VARLEN:
+        inputs["document_bounds"] = bounds = move(document_bounds(batch.position_ids, batch.weights))
+        torch._dynamo.mark_dynamic(bounds, 0)  # compiled once for any number of documents
+    return inputs
+
+
+def supervised_loss(
+    model: Any,
+    input_ids: torch.Tensor,
+    position_ids: torch.Tensor,
+    targets: Targets,
+    document_bounds: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Weighted sum of the cross entropies of the supervised tokens; a method of the model, so that FSDP gathers for it."""
+    documents: dict[str, Any] = {}
     if model.config._attn_implementation.startswith("flash"):
         # transformers tells flash attention of packed rows in a batch of one only; positions start at 0, so one row is exact.
-        input_ids, position_ids, labels = (tensor.reshape(1, -1) for tensor in (input_ids, position_ids, labels))
-    hidden = model.base_model(input_ids=input_ids, position_ids=position_ids, use_cache=False).last_hidden_state
-    wanted = labels != IGNORED
-    hidden, labels = hidden[wanted], labels[wanted]
-    # The empty slice keeps every parameter in the graph: a rank without a label reduces gradients like the others.
-    total = logits(model, hidden[:0]).float().sum()
-    for start in range(0, len(labels), LOSS_CHUNK):
-        chunk = slice(start, start + LOSS_CHUNK)
-        total = total + checkpoint(_chunk_loss, model, hidden[chunk], labels[chunk], use_reentrant=False)
-    return total
-
-
-def _chunk_loss(model: Any, hidden: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    return cross_entropy(logits(model, hidden).float(), labels, reduction="sum")
-
-
-def logits(model: Any, hidden: torch.Tensor) -> torch.Tensor:
-    """The head's output as the model's own forward gives it, with the scalings that some families apply."""
-    config = model.config.get_text_config()
-    out = model.get_output_embeddings()(hidden)
-    if scale := getattr(config, "logit_scale", None):  # Cohere
-        out = out * scale
-    if scale := getattr(config, "logits_scaling", None):  # Granite
-        out = out / scale
-    if cap := getattr(config, "final_logit_softcapping", None):  # Gemma 2 and 3
-        out = torch.tanh(out / cap) * cap
-    return out
+        input_ids, position_ids = input_ids.reshape(1, -1), position_ids.reshape(1, -1)
+    elif document_bounds is not None:
+        documents = {"document_bounds": document_bounds, "longest_document": input_ids.shape[1]}
+    hidden = model.base_model(input_ids=input_ids, position_ids=position_ids, use_cache=False, **documents).last_hidden_state
+    return weighted_loss(model, hidden, targets)
 
 
 def plain_logits(model: Any, input_ids: torch.Tensor) -> torch.Tensor:
-    """Logits by the path that supervised_loss takes; a method of the model as well."""
-    return logits(model, model.base_model(input_ids=input_ids, use_cache=False).last_hidden_state)
+    """Logits as supervised_loss makes them; a method of the model as well."""
+    hidden = model.base_model(input_ids=input_ids, use_cache=False).last_hidden_state
+    return LogitScale.of(model.config.get_text_config()).apply(model.get_output_embeddings()(hidden))
+
+
+@contextlib.contextmanager
+def as_published(model: Any) -> Iterator[None]:
+    """The model's own forward pass inside: not compiled, and with an attention that can generate."""
+    kernel, compiled = model.config._attn_implementation, model.chunk_loss is not chunk_loss
+    if kernel == VARLEN:
+        model.set_attn_implementation("sdpa")
+    with torch.compiler.set_stance("force_eager") if compiled else contextlib.nullcontext():
+        yield
+    if kernel == VARLEN:
+        model.set_attn_implementation(kernel)
 
 
 @torch.no_grad()
 def check_head(model: Any, device: torch.device) -> None:
-    """InputError where `logits` is not what the model's own forward gives: the loss would be of another model."""
+    """InputError where `plain_logits` is not what the model's own forward gives: the loss would be of another model."""
     ids = torch.arange(1, 9, device=device).unsqueeze(0)
-    own = model(input_ids=ids, use_cache=False).logits
+    with as_published(model):
+        own, ours = model(input_ids=ids, use_cache=False).logits, model.plain_logits(ids)
     if not own.isfinite().all():
         raise InputError("model.path: the base model's logits are not finite, so its weights are damaged; fetch them again")
-    if not torch.allclose(own, model.plain_logits(ids), rtol=1e-2, atol=1e-2):
+    if not torch.allclose(own, ours, rtol=1e-2, atol=1e-2):
         kind = model.config.model_type
         raise InputError(f"model.path: {kind} models change their logits in a way that is not supported; use another family")
 
@@ -290,9 +300,9 @@ def answer(
     """The model's greedy answer to a conversation. A collective: every rank gives the same arguments."""
     inputs = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt", return_dict=True).to(device)
     stop = [*_as_list(model.generation_config.eos_token_id), *_as_list(tokenizer.eos_token_id), *_as_list(end_of_turn)]
-    output = model.generate(
-        **inputs, max_new_tokens=max_new_tokens, do_sample=False, eos_token_id=stop, pad_token_id=stop[0] if stop else 0
-    )
+    pad = stop[0] if stop else 0
+    with as_published(model):
+        output = model.generate(**inputs, max_new_tokens=max_new_tokens, do_sample=False, eos_token_id=stop, pad_token_id=pad)
     return tokenizer.decode(output[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True).strip()
 
 

@@ -51,6 +51,12 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
         group["lr"] = lr
 
 
+def guarded_step(optimizer: torch.optim.Optimizer, norm: torch.Tensor) -> None:
+    """One step, which the device itself leaves out where the gradient's norm is no number: nobody has to wait to see."""
+    optimizer.found_inf = norm.isfinite().logical_not().float()  # type: ignore[attr-defined]  # what GradScaler gives fused AdamW
+    optimizer.step()
+
+
 def clip_gradients(model: nn.Module, clip_norm: float | None) -> torch.Tensor:
     """Scales all gradients down to `clip_norm` and returns their L2 norm before, over all shards of all ranks."""
     norm = torch.nn.utils.clip_grad_norm_(model.parameters(), math.inf if clip_norm is None else clip_norm)

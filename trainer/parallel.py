@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -12,6 +13,7 @@ from torch import nn
 from torch._C._distributed_c10d import HashStore
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
+from torch.utils._triton import has_triton
 
 from trainer.config import TrainerConfig
 
@@ -28,26 +30,38 @@ class World:
     device: torch.device
     mesh: DeviceMesh
     stop_asked: Callable[[], bool]
-    _flag: torch.Tensor | None = None
+    _flag: "Reading | None" = None
 
     @property
     def is_main(self) -> bool:
         return self.rank == 0
+
+    @property
+    def runs_ahead(self) -> bool:
+        """Whether work is queued on the device while earlier work runs: reading its latest result would empty the queue."""
+        return self.device.type == "cuda"
 
     def stopping(self) -> bool:
         """Whether all ranks stop after this step: true on all of them in the same step. A collective.
 
         The answer is of the question one call before, so that a GPU never waits for the reduction it has just started.
         """
-        before, self._flag = self._flag, torch.tensor([float(self.stop_asked())], device=self.device)
-        dist.all_reduce(self._flag, op=dist.ReduceOp.MAX)
-        return before is not None and bool(before.item())
+        before, flag = self._flag, torch.tensor([float(self.stop_asked())], device=self.device)
+        dist.all_reduce(flag, op=dist.ReduceOp.MAX)
+        self._flag = Reading(flag)
+        return before is not None and before.values() != [0.0]
 
     def sum(self, *values: float) -> list[float]:
         """Each value summed over all ranks. A collective."""
         total = torch.tensor(values, dtype=torch.float64, device=self.device)
         dist.all_reduce(total)
         return total.tolist()
+
+    def sum_later(self, value: torch.Tensor) -> "Reading":
+        """The scalar summed over all ranks, without waiting for it. A collective."""
+        total = value.detach().double().reshape(1)
+        dist.all_reduce(total)
+        return Reading(total)
 
     def main_first(self, work: Callable[[], Any]) -> Any:
         """What `work` returns on rank 0, on every rank. A collective; an error there is raised everywhere."""
@@ -61,6 +75,19 @@ class World:
         if outcome[1] is not None:
             raise outcome[1]
         return outcome[0]
+
+
+class Reading:
+    """A small tensor on its way to the CPU; `values` waits for it alone, not for what has been queued since."""
+
+    def __init__(self, tensor: torch.Tensor):
+        self._host = tensor.to("cpu", non_blocking=True)
+        self._arrived = torch.cuda.current_stream().record_event() if tensor.is_cuda else None
+
+    def values(self) -> list[float]:
+        if self._arrived is not None:
+            self._arrived.synchronize()
+        return self._host.flatten().tolist()
 
 
 @contextlib.contextmanager
@@ -92,16 +119,34 @@ def compute_type(config: TrainerConfig, device: torch.device) -> torch.dtype:
     return getattr(torch, config.precision)
 
 
+def blocks(model: Any) -> list[nn.Module]:
+    """The modules that the model's author says must not be split: its layers."""
+    return [module for module in model.modules() if type(module).__name__ in (model._no_split_modules or ())]
+
+
+def compile_blocks(model: Any, config: TrainerConfig, device: torch.device) -> None:
+    """Has each block, the final norm and the loss compiled when they first run; FSDP's hooks stay outside.
+
+    All blocks share the code, so one is compiled and serves all.
+    """
+    able = device.type == "cuda" and has_triton() and any(map(shutil.which, (os.environ.get("CC", "cc"), "gcc", "clang")))
+    if not (able if config.compile is None else config.compile):
+        return
+    norms = [child for child in model.base_model.children() if {p.ndim for p in child.parameters()} == {1}]
+    for module in [*blocks(model), *norms]:
+        module.forward = torch.compile(module.forward, dynamic=False)
+    model.chunk_loss = torch.compile(model.chunk_loss, dynamic=False)
+
+
 def shard(model: Any, world: World, dtype: torch.dtype) -> Any:
     """Shards a model on the meta device, block by block, and gives every rank the memory of its own shards only.
 
-    Blocks are the modules that the model's author says must not be split. Gradients are reduced in float32.
+    Gradients are reduced in float32.
     """
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
     reshard = sum(parameter.numel() for parameter in model.parameters()) * dtype.itemsize > KEEP_GATHERED
-    for module in model.modules():
-        if type(module).__name__ in (model._no_split_modules or ()):
-            fully_shard(module, mesh=world.mesh, mp_policy=policy, reshard_after_forward=reshard)
+    for module in blocks(model):
+        fully_shard(module, mesh=world.mesh, mp_policy=policy, reshard_after_forward=reshard)
     fully_shard(model, mesh=world.mesh, mp_policy=policy)
     for method in ("supervised_loss", "plain_logits"):
         register_fsdp_forward_method(model, method)

@@ -3,6 +3,7 @@
 The same function runs under Ray Train, under torchrun and as one process; who started it is behind `World`.
 """
 
+import gc
 import json
 import math
 from collections.abc import Callable
@@ -10,14 +11,16 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
+from transformers import AutoConfig
 
+from trainer.attention import choose_attention
 from trainer.checkpoint import Checkpoints
 from trainer.config import RunError, RunFile, TrainerConfig
 from trainer.data import MicroBatch, Plan, Tokens, epoch_zero, micro_batches, num_supervised, num_tokens
 from trainer.metrics import Journal, Meter
-from trainer.model import answer, build_model, check_head, choose_attention, export, fetch_model, load_pretrained, load_tokenizer
-from trainer.optim import build_optimizer, clip_gradients, learning_rate, set_learning_rate
-from trainer.parallel import World, compute_type, free_gathered, shard
+from trainer.model import answer, build_model, check_head, export, fetch_model, load_pretrained, load_tokenizer, loss_inputs
+from trainer.optim import build_optimizer, clip_gradients, guarded_step, learning_rate, set_learning_rate
+from trainer.parallel import Reading, World, compile_blocks, compute_type, free_gathered, shard
 from trainer.storage import Storage, open_storage
 
 Ending = Literal["complete", "interrupted"]
@@ -31,8 +34,11 @@ def train(run: RunFile, world: World, report: Callable[[dict[str, Any]], None]) 
     tokens = Tokens.from_bytes(storage.read("data/train.npz"))
     plan = Plan(tokens, config)
 
-    model = build_model(folder, config, choose_attention(config, world.device))
-    model = shard(model, world, compute_type(config, world.device))
+    dtype = compute_type(config, world.device)
+    attention = choose_attention(AutoConfig.from_pretrained(folder), config, world.device, dtype)
+    model = build_model(folder, config, attention)
+    compile_blocks(model, config, world.device)
+    model = shard(model, world, dtype)
     optimizer = build_optimizer(model, config.optim)
     checkpoints = Checkpoints(storage, config.checkpoint.keep, world)
     step = checkpoints.restore(model, optimizer)
@@ -60,6 +66,9 @@ def train(run: RunFile, world: World, report: Callable[[dict[str, Any]], None]) 
         report(journal.rows[0])  # what it was before training, to compare with at the end
 
     meter = Meter(model, config.data.sequence_length, plan.num_steps, world)
+    under_way = UnderWay(config.log_every_steps, meter, record)
+    gc.collect()
+    gc.freeze()  # what is there by now stays: later collections need not look at it
     stopping = False
     while step < plan.num_steps and not stopping:
         step += 1
@@ -67,21 +76,23 @@ def train(run: RunFile, world: World, report: Callable[[dict[str, Any]], None]) 
         lr = learning_rate(step, plan.num_steps, config.optim.lr, config.schedule)
         set_learning_rate(optimizer, lr)
         torch.manual_seed(config.seed + step * world.size + world.rank)  # dropout, where a model has it
-        loss, norm = train_step(step, model, optimizer, tokens, packs, config, world)
-        meter.step(num_tokens(tokens, packs))
+        loss, norm = train_step(model, optimizer, tokens, packs, config, world)
+        under_way.finish()  # the step before, while the device works on this one
+        under_way.add(step, lr, num_tokens(tokens, packs), world.sum_later(loss), Reading(norm))
 
         stopping = world.stopping()
         last = stopping or step == plan.num_steps
         saving = last or step % config.checkpoint.every_steps == 0
-        if saving or step % config.log_every_steps == 0:
-            record(meter.row(step, loss=finite(step, "loss", *world.sum(loss.item())), grad_norm=norm, lr=lr))
+        every = config.evaluate.every_steps
+        measuring = bool(every) and step % every == 0 and not last
+        if saving or measuring or not world.runs_ahead:
+            under_way.finish(log=saving)
         if saving:
             if world.is_main:
                 journal.flush()
             checkpoints.save(step, model, optimizer)
             meter.pause()
-        every = config.evaluate.every_steps
-        if every and step % every == 0 and not last:
+        if measuring:
             measure(samples=False)
             meter.pause()
 
@@ -94,15 +105,39 @@ def train(run: RunFile, world: World, report: Callable[[dict[str, Any]], None]) 
     return "complete"
 
 
+class UnderWay:
+    """The step whose numbers are not known yet. A GPU is given the next step before it has ended this one."""
+
+    def __init__(self, log_every_steps: int, meter: Meter, record: Callable[[dict[str, Any]], None]):
+        self.log_every_steps, self.meter, self.record = log_every_steps, meter, record
+        self.finish_step: Callable[[bool], None] | None = None
+
+    def add(self, step: int, lr: float, tokens: int, loss: Reading, norm: Reading) -> None:
+        def finish(log: bool) -> None:
+            values = {"loss": loss.values()[0], "grad_norm": norm.values()[0], "lr": lr}
+            finite(step, "gradient norm", values["grad_norm"])
+            finite(step, "loss", values["loss"])
+            self.meter.step(tokens)
+            if log or step % self.log_every_steps == 0:
+                self.record(self.meter.row(step, **values))
+
+        self.finish_step = finish
+
+    def finish(self, log: bool = False) -> None:
+        """Waits for the step, checks its numbers and logs them when it is their turn, or with `log`. Where there is none, nothing."""
+        if self.finish_step is not None:
+            self.finish_step(log)
+        self.finish_step = None
+
+
 def train_step(
-    step: int,
     model: Any,
     optimizer: torch.optim.Optimizer,
     tokens: Tokens,
     packs: list[np.ndarray],
     config: TrainerConfig,
     world: World,
-) -> tuple[torch.Tensor, float]:
+) -> tuple[torch.Tensor, torch.Tensor]:
     """One optimiser step over all packs; returns this rank's part of the loss and the gradient's norm before clipping.
 
     The loss is a sum over tokens divided by the supervised tokens of the whole step, so that neither accumulation nor
@@ -115,22 +150,20 @@ def train_step(
         loss = batch_loss(model, batch, world) * weight
         (loss * world.size).backward()
         total += loss.detach()
-    norm = finite(step, "gradient norm", clip_gradients(model, config.optim.clip_norm).item())
-    optimizer.step()
+    norm = clip_gradients(model, config.optim.clip_norm)
+    guarded_step(optimizer, norm)
     return total, norm
 
 
 def batch_loss(model: Any, batch: MicroBatch, world: World) -> torch.Tensor:
-    """Sum of the losses of a micro-batch's supervised tokens."""
-    move = [tensor.to(world.device, non_blocking=True) for tensor in (batch.input_ids, batch.position_ids, batch.labels)]
-    return model.supervised_loss(*move)
+    """Weighted sum of the losses of a micro-batch's supervised tokens."""
+    return model.supervised_loss(**loss_inputs(model, batch, world.device))
 
 
-def finite(step: int, what: str, value: float) -> float:
-    """The value, which all ranks have, unless it is no number: it must not reach weights that are then saved."""
+def finite(step: int, what: str, value: float) -> None:
+    """Ends the run where a value, which all ranks have, is no number; the weights have been kept from it."""
     if not math.isfinite(value):
         raise RunError(f"the {what} of step {step} is {value}; lower optim.lr, or raise schedule.warmup_steps")
-    return value
 
 
 class HeldOut:

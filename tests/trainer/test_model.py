@@ -15,7 +15,8 @@ from training import run_training
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from trainer.config import InputError, TrainerConfig
-from trainer.model import build_model, load_pretrained, logits, supervised_loss
+from trainer.loss import Targets
+from trainer.model import build_model, load_pretrained, plain_logits, supervised_loss
 from trainer.parallel import materialize
 
 LOAD = """
@@ -40,14 +41,15 @@ def plain(folder: Path, values: dict[str, Any]) -> Any:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_chunked_loss_is_the_models_own(tmp_path: Path, family: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("trainer.model.LOSS_CHUNK", 5)
+    monkeypatch.setattr("trainer.loss.MULTIPLE", 4)
+    monkeypatch.setattr("trainer.loss.CPU_CHUNK", 5)
     values = settings(tmp_path, family)
     ours = plain(tmp_path / "model", values)
     theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
     ids = torch.randint(3, 300, (2, 33))
     labels = torch.where(torch.rand(2, 33) < 0.4, ids, -100)
     shifted = torch.cat([labels[:, 1:], torch.full((2, 1), -100)], dim=1)
-    mine = supervised_loss(ours, ids, torch.arange(33).expand(2, -1), shifted)
+    mine = supervised_loss(ours, ids, torch.arange(33).expand(2, -1), Targets.of(shifted, (shifted != -100).float()))
     mine.backward()
     reference = theirs(input_ids=ids, labels=labels).loss * (labels[:, 1:] != -100).sum()
     reference.backward()
@@ -60,7 +62,8 @@ def test_the_chunked_loss_is_the_models_own(tmp_path: Path, family: str, monkeyp
 def test_a_batch_without_labels_reaches_every_parameter(tmp_path: Path) -> None:
     model = plain(tmp_path / "model", settings(tmp_path))
     ids = torch.randint(3, 300, (1, 8))
-    supervised_loss(model, ids, torch.arange(8).unsqueeze(0), torch.full((1, 8), -100)).backward()
+    nothing = Targets.of(torch.full((1, 8), -100), torch.zeros(1, 8))
+    supervised_loss(model, ids, torch.arange(8).unsqueeze(0), nothing).backward()
     assert all(parameter.grad is not None and not parameter.grad.any() for parameter in model.parameters())
 
 
@@ -76,8 +79,8 @@ def test_an_exported_model_loads_in_a_fresh_process_with_the_same_logits(tmp_pat
     assert any(not torch.equal(tensors[name], before[name]) for name in tensors)
     model = plain(exported, values)
     with torch.no_grad():
-        hidden = model.base_model(input_ids=torch.arange(3, 40).unsqueeze(0)).last_hidden_state
-        assert torch.allclose(logits(model, hidden)[0, -1], torch.tensor(loaded["logits"]), atol=1e-6)
+        ours = plain_logits(model, torch.arange(3, 40).unsqueeze(0))
+        assert torch.allclose(ours[0, -1], torch.tensor(loaded["logits"]), atol=1e-6)
 
 
 def test_the_exported_generation_config_stops_at_the_end_of_a_turn(tmp_path: Path) -> None:

@@ -46,11 +46,11 @@ def step_facts(settings: dict[str, Any], keep_gathered: int = parallel.KEEP_GATH
         tokens = Tokens.from_bytes(storage.read("data/train.npz"))
         plan = Plan(tokens, config)
         packs = [plan.rows(number) for number in plan.step_packs(1)]
-        loss, norm = train_step(1, model, optimizer, tokens, packs, config, world)
+        loss, norm = train_step(model, optimizer, tokens, packs, config, world)
         gradients = {name: p.grad.full_tensor().clone() for name, p in model.named_parameters() if p.grad is not None}
         return {
             "loss": world.sum(loss.item())[0],
-            "norm": norm,
+            "norm": norm.item(),
             "gradients": gradients,
             "norm_after": clip_gradients(model, None).item(),
             "own": sum(p.to_local().numel() for p in model.parameters()),

@@ -1,0 +1,224 @@
+"""Attention of packed rows on a GPU: documents are told apart by where they end, so no mask is built and no shape changes.
+
+It owns the choice of the attention kernel, the ends of a micro-batch's documents, and one operator, registered with
+transformers under the name VARLEN, that holds for torch.compile as it is. On a CPU rows are kept apart by the dense
+mask that transformers makes of the positions.
+"""
+
+from typing import Any
+
+import torch
+from torch.nn.functional import pad, scaled_dot_product_attention
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AttentionInterface
+
+from trainer.config import InputError, TrainerConfig
+
+VARLEN = "ray_finetune_varlen"
+BUCKET = 64  # the number of documents is rounded up to a multiple of it: kernels are launched for so many
+
+aten = torch.ops.aten
+
+
+def choose_attention(base: Any, config: TrainerConfig, device: torch.device, dtype: torch.dtype) -> str:
+    """transformers' name of the attention kernel for a model of the configuration `base`, computed in `dtype`."""
+    if config.attention != "auto":
+        return config.attention
+    shape, family = base.get_text_config(), MODEL_FOR_CAUSAL_LM_MAPPING[type(base)]
+    if getattr(shape, "attn_logit_softcapping", None) or not family._supports_sdpa:
+        return "eager"  # capped scores and attention sinks are in no other kernel
+    head_dim = getattr(shape, "head_dim", None) or shape.hidden_size // shape.num_attention_heads
+    fits = family._supports_attention_backend and getattr(shape, "v_head_dim", head_dim) == head_dim
+    if device.type != "cuda" or dtype == torch.float32 or not fits or torch.cuda.get_device_capability(device) < (8, 0):
+        return "sdpa"
+    heads = shape.num_attention_heads
+    if reason := _trouble(heads, getattr(shape, "num_key_value_heads", None) or heads, head_dim, dtype, device):
+        print(f"attention: variable-length kernels cannot be used here ({reason}); sdpa with a mask takes their place", flush=True)
+        return "sdpa"
+    return VARLEN
+
+
+def _trouble(heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype, device: torch.device) -> str | None:
+    """Why the operator is no good for this shape on this device, found by trying it against plain attention."""
+    length, generator = 192, torch.Generator(device).manual_seed(0)
+    q, k, v, grad = (
+        torch.randn(2 * length, count, head_dim, dtype=dtype, device=device, generator=generator)
+        for count in (heads, kv_heads, kv_heads, heads)
+    )
+    place = torch.arange(2 * length, device=device)
+    age = place[:, None] - place
+    for ends, window in (([192, 384], None), ([50, 192, 384, 384], None), ([50, 192, 384, 384], 40)):
+        bounds = torch.tensor([0, *ends], dtype=torch.int32, device=device)
+        document = torch.bucketize(place, bounds[1:], right=True)
+        mask = (document[:, None] == document) & (age >= 0) & (age <= (window or 2 * length))
+        try:
+            mine = _with_gradients(varlen, grad, (q, k, v), bounds, length, head_dim**-0.5, window)
+        except (RuntimeError, TypeError, AttributeError) as error:
+            return " ".join(str(error).split())[:200]
+        plain = _with_gradients(_masked, grad.float(), (q.float(), k.float(), v.float()), mask)
+        if any(not (a.float() - b).norm() < 0.02 * b.norm() for a, b in zip(mine, plain, strict=True)):
+            return "they do not give what plain attention gives"
+    return None
+
+
+def _with_gradients(function: Any, grad: torch.Tensor, inputs: tuple[torch.Tensor, ...], *rest: Any) -> list[torch.Tensor]:
+    inputs = tuple(x.clone().requires_grad_() for x in inputs)
+    out = function(*inputs, *rest)
+    return [out, *torch.autograd.grad(out, inputs, grad)]
+
+
+def _masked(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (q, k, v))
+    return scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True)[0].transpose(0, 1)
+
+
+# ---- documents ----
+
+
+def document_bounds(position_ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    """Where the documents of a micro-batch laid end to end start and end, int32 [multiple of BUCKET + 1], on the CPU.
+
+    `position_ids` and `weights` are [B, L]. Filled up with empty documents, except where every sequence is one document:
+    then there are exactly B of them, by which `varlen` knows that it may use kernels for whole sequences. Tokens after a
+    sequence's last weight never reach the loss, so one document and the padding behind it count as one.
+    """
+    batch, length = position_ids.shape
+    starts = position_ids == 0
+    if not ((starts.cumsum(1) > 1) & (weights != 0)).any():
+        return torch.arange(batch + 1, dtype=torch.int32) * length
+    found = starts.flatten().nonzero().flatten().int()
+    total = -(-max(len(found), batch + 1) // BUCKET) * BUCKET
+    return pad(found, (0, total + 1 - len(found)), value=batch * length)
+
+
+# ---- the operator ----
+
+
+def varlen(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    bounds: torch.Tensor,
+    longest: int,
+    scale: float,
+    window: int | None = None,
+) -> torch.Tensor:
+    """Causal attention within each document.
+
+    `query` [T, H, D], `key` and `value` [T, K, D] with K a divisor of H; document i is bounds[i]:bounds[i + 1], none
+    longer than `longest`; a token sees itself and `window` tokens before it, or all of them.
+    """
+    return _varlen(query, key, value, bounds, longest, scale, -1 if window is None else window)[0]
+
+
+def _whole_sequences(query: torch.Tensor, bounds: torch.Tensor, longest: int, window: int) -> bool:
+    """Whether cuDNN's kernel for whole sequences may be used, and is faster: on Hopper and later, twice so."""
+    fits = window < 0 and query.shape[2] <= 128 and torch.cuda.get_device_capability(query.device)[0] >= 9
+    return fits and (len(bounds) - 1) * longest == query.shape[0]
+
+
+def _as_batch(x: torch.Tensor, longest: int) -> torch.Tensor:
+    return x.unflatten(0, (-1, longest)).transpose(1, 2)  # [B, H, L, D]
+
+
+def _as_tokens(x: torch.Tensor) -> torch.Tensor:
+    return x.transpose(1, 2).flatten(0, 1).contiguous()
+
+
+@torch.library.custom_op("ray_finetune::varlen", mutates_args=())
+def _varlen(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, bounds: torch.Tensor, longest: int, scale: float, window: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The output [T, H, D] and the scores' log-sum-exp, float32 [H * T] in the kernel's own order."""
+    if _whole_sequences(query, bounds, longest, window):
+        batch = [_as_batch(x, longest) for x in (query, key, value)]
+        out, lse, *_ = aten._scaled_dot_product_cudnn_attention(*batch, None, True, 0.0, True, False, scale=scale)
+        return _as_tokens(out), lse.flatten()
+    out, lse, *_ = aten._flash_attention_forward(
+        query, key, value, bounds, bounds, longest, longest, 0.0, window < 0, False, scale=scale, **_window(window)
+    )
+    return out, lse.flatten()
+
+
+def _window(window: int) -> dict[str, int]:
+    return {"window_size_left": window, "window_size_right": 0} if window >= 0 else {}
+
+
+@_varlen.register_fake
+def _(query: Any, key: Any, value: Any, bounds: Any, longest: int, scale: float, window: int) -> Any:
+    return query.new_empty(query.shape), query.new_empty(query.shape[0] * query.shape[1], dtype=torch.float32)
+
+
+@torch.library.custom_op("ray_finetune::varlen_backward", mutates_args=())
+def _varlen_backward(
+    grad: torch.Tensor,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    bounds: torch.Tensor,
+    longest: int,
+    scale: float,
+    window: int,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    num_heads = query.shape[1]
+    if _whole_sequences(query, bounds, longest, window):
+        batch = [_as_batch(x, longest) for x in (grad, query, key, value, out)]
+        seed = torch.zeros((), dtype=torch.int64, device=query.device)  # of the dropout that there is not
+        gradients = aten._scaled_dot_product_cudnn_attention_backward(
+            *batch, lse.view(-1, num_heads, longest, 1), seed, seed, None, None, None, longest, longest, 0.0, True, scale=scale
+        )
+        dq, dk, dv = (_as_tokens(x) for x in gradients)
+        return dq, dk, dv
+    seed, unused = torch.zeros(2, dtype=torch.uint64, device=query.device), torch.empty(0, device=query.device)
+    lse = lse.view(num_heads, -1)
+    arguments = (grad, query, key, value, out, lse, bounds, bounds, longest, longest, 0.0, window < 0, seed, unused)
+    dq, dk, dv = aten._flash_attention_backward(*arguments, scale=scale, **_window(window))
+    return dq, dk, dv
+
+
+@_varlen_backward.register_fake
+def _(grad: Any, query: Any, key: Any, value: Any, *rest: Any) -> Any:
+    return tuple(x.new_empty(x.shape) for x in (query, key, value))
+
+
+def _save(ctx: Any, inputs: Any, output: Any) -> None:
+    query, key, value, bounds, ctx.longest, ctx.scale, ctx.window = inputs
+    ctx.save_for_backward(query, key, value, *output, bounds)
+
+
+def _backward(ctx: Any, grad: torch.Tensor, _: Any) -> Any:
+    arguments = (grad.contiguous(), *ctx.saved_tensors, ctx.longest, ctx.scale, ctx.window)
+    return *torch.ops.ray_finetune.varlen_backward(*arguments), None, None, None, None
+
+
+_varlen.register_autograd(_backward, setup_context=_save)
+
+
+def _for_transformers(
+    module: Any,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: Any,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Any = None,
+    document_bounds: torch.Tensor | None = None,
+    longest_document: int = 0,
+    **_: Any,
+) -> tuple[torch.Tensor, None]:
+    """`query` [B, H, L, D], `key` and `value` [B, K, L, D]; the result [B, L, H, D], as transformers wants it."""
+    assert document_bounds is not None, "the model does not pass its keyword arguments on to its attention"
+    if softcap is not None or s_aux is not None or not getattr(module, "is_causal", True):
+        raise InputError(f"attention: {type(module).__name__} needs more than causal attention in a window; set eager")
+    flat = [x.transpose(1, 2).flatten(0, 1) for x in (query, key, value)]
+    scale = scaling if scaling is not None else query.shape[-1] ** -0.5
+    # transformers' window counts the token itself, the kernel's does not.
+    window = sliding_window - 1 if sliding_window is not None and sliding_window < longest_document else None
+    out = varlen(*flat, document_bounds, longest_document, scale, window)
+    return out.unflatten(0, (query.shape[0], -1)), None
+
+
+AttentionInterface.register(VARLEN, _for_transformers)

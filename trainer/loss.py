@@ -1,0 +1,136 @@
+"""The loss of a micro-batch's supervised tokens, without ever holding all their logits."""
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch.nn.functional import cross_entropy, linear, pad
+
+MULTIPLE = 64  # supervised tokens of a micro-batch are filled up to a multiple of it, for the matrix kernels
+CPU_CHUNK = 1024  # tokens whose logits exist at once on a CPU
+GPU_SHARE = 0.01  # ... and on a GPU as many as fill this share of its memory
+
+
+@dataclass(frozen=True)
+class Targets:
+    """The supervised tokens of a micro-batch: int64 `index` [n] in its tokens laid end to end, int64 `labels` [n] and
+    float32 `weights` [n]. Never none: what fills it up weighs nothing."""
+
+    index: torch.Tensor
+    labels: torch.Tensor
+    weights: torch.Tensor
+
+    @classmethod
+    def of(cls, labels: torch.Tensor, weights: torch.Tensor) -> "Targets":
+        """Made on the CPU of `labels` and `weights` [B, L], so that no GPU is asked how many there are."""
+        index = weights.flatten().nonzero().flatten()
+        labels, weights = labels.flatten()[index], weights.flatten()[index]
+        fill = -len(index) % MULTIPLE or (0 if len(index) else MULTIPLE)
+        return cls(*(pad(x, (0, fill)) for x in (index, labels, weights)))
+
+
+def weighted_loss(model: Any, hidden: torch.Tensor, targets: Targets) -> torch.Tensor:
+    """Sum of weight x cross entropy, in float32, of the model's last hidden states [B, L, d]."""
+    head = model.get_output_embeddings()
+    hidden = hidden.flatten(0, 1).index_select(0, targets.index)
+    size = chunk_size(len(hidden), len(head.weight), hidden.device)
+    chunk_loss = functools.partial(model.chunk_loss, scale=LogitScale.of(model.config.get_text_config()))
+    arguments = (hidden, head.weight, head.bias, targets.labels, targets.weights, chunk_loss, size, torch.is_grad_enabled())
+    return _HeadLoss.apply(*arguments)  # type: ignore[return-value]
+
+
+def chunk_size(count: int, vocabulary: int, device: torch.device) -> int:
+    """Tokens a chunk: of `count` tokens equal parts, as few as memory allows."""
+    largest = CPU_CHUNK
+    if device.type == "cuda":
+        bytes_free = GPU_SHARE * torch.cuda.get_device_properties(device).total_memory
+        largest = max(MULTIPLE, 1 << int(bytes_free / (2 * vocabulary)).bit_length() - 1)
+    chunks = -(-count // largest)
+    return -(-count // (chunks * MULTIPLE)) * MULTIPLE
+
+
+class LogitScale(NamedTuple):
+    """What some families do to the head's output: cap * tanh(factor * output / cap)."""
+
+    factor: float
+    cap: float | None
+
+    @classmethod
+    def of(cls, shape: Any) -> "LogitScale":
+        # Cohere multiplies, Granite divides, Gemma 2 and 3 cap.
+        factor = (getattr(shape, "logit_scale", None) or 1.0) / (getattr(shape, "logits_scaling", None) or 1.0)
+        return cls(factor, getattr(shape, "final_logit_softcapping", None))
+
+    def apply(self, logits: torch.Tensor) -> torch.Tensor:
+        if self.factor != 1.0:
+            logits = logits * self.factor
+        return torch.tanh(logits / self.cap) * self.cap if self.cap else logits
+
+
+def chunk_loss(logits: torch.Tensor, labels: torch.Tensor, weights: torch.Tensor, scale: LogitScale) -> torch.Tensor:
+    """Sum of weight x cross entropy of `logits` [n, V], before their scale."""
+    return (cross_entropy(scale.apply(logits).float(), labels, reduction="none") * weights).sum()
+
+
+class _HeadLoss(torch.autograd.Function):
+    """The head and the loss in one: each chunk's gradients are made while its logits are there, in the forward pass.
+
+    As in Liger's fused linear cross entropy (Hsu et al. 2024, arXiv 2410.10989), but in chunks large enough for the
+    matrix kernels, and with the head's gradient summed in float32.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: torch.Tensor,  # [n, d]
+        weight: torch.Tensor,  # [V, d]
+        bias: torch.Tensor | None,  # [V]
+        labels: torch.Tensor,  # [n]
+        weights: torch.Tensor,  # [n]
+        chunk_loss: Callable[..., torch.Tensor],
+        size: int,
+        learning: bool,
+    ) -> torch.Tensor:
+        of_hidden, of_weight, of_bias = (learning and needed for needed in ctx.needs_input_grad[:3])
+        total = torch.zeros((), device=hidden.device)
+        d_hidden = torch.empty_like(hidden) if of_hidden else None
+        d_weight = torch.zeros_like(weight, dtype=torch.float32) if of_weight else None
+        d_bias = torch.zeros_like(weight[:, 0], dtype=torch.float32) if of_bias else None
+        for start in range(0, len(hidden), size):
+            part = slice(start, start + size)
+            logits = linear(hidden[part], weight, bias).requires_grad_(learning)
+            arguments = (logits, labels[part], weights[part])
+            if logits.is_cuda:
+                for argument in arguments:  # compiled once for any number of tokens
+                    torch._dynamo.mark_dynamic(argument, 0)
+            with torch.set_grad_enabled(learning):
+                loss = chunk_loss(*arguments)
+            total += loss.detach()
+            if not learning:
+                continue
+            (d_logits,) = torch.autograd.grad(loss, logits)
+            del logits, loss, arguments
+            if d_hidden is not None:
+                torch.mm(d_logits, weight, out=d_hidden[part])
+            if d_weight is not None:
+                _add_product(d_weight, d_logits, hidden[part])
+            if d_bias is not None:
+                d_bias += d_logits.sum(0, dtype=torch.float32)
+        ctx.gradients, ctx.dtype = (d_hidden, d_weight, d_bias), weight.dtype
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:  # type: ignore[override]
+        made, ctx.gradients = ctx.gradients, None
+        scaled = [None if x is None else torch.mul(x, grad, out=torch.empty_like(x, dtype=ctx.dtype)) for x in made]
+        return *scaled, None, None, None, None, None
+
+
+def _add_product(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
+    """total += a^T b, in float32: `total` [V, d], `a` [n, V], `b` [n, d]."""
+    if a.is_cuda and a.dtype != torch.float32:
+        torch.addmm(total, a.T, b, out_dtype=torch.float32, out=total)
+    else:
+        total.addmm_(a.T.float(), b.float())
