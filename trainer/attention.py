@@ -5,6 +5,9 @@ transformers under the name VARLEN, that holds for torch.compile as it is. On a 
 mask that transformers makes of the positions.
 """
 
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -38,32 +41,37 @@ def choose_attention(base: Any, config: TrainerConfig, device: torch.device, dty
 
 
 def _trouble(heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype, device: torch.device) -> str | None:
-    """Why the operator is no good for this shape on this device, found by trying it against plain attention."""
-    length, generator = 192, torch.Generator(device).manual_seed(0)
-    q, k, v, grad = (
-        torch.randn(2 * length, count, head_dim, dtype=dtype, device=device, generator=generator)
-        for count in (heads, kv_heads, kv_heads, heads)
-    )
-    place = torch.arange(2 * length, device=device)
+    """Why FLASH is no good for this shape on this device, found by trying it against plain attention."""
+    grad, *inputs = _sample(heads, kv_heads, head_dim, dtype, device)
+    place = torch.arange(2 * SAMPLE, device=device)
     age = place[:, None] - place
-    for ends, window in (([192, 384], None), ([50, 192, 384, 384], None), ([50, 192, 384, 384], 40)):
-        bounds = torch.tensor([0, *ends], dtype=torch.int32, device=device)
-        document = torch.bucketize(place, bounds[1:], right=True)
-        mask = (document[:, None] == document) & (age >= 0) & (age <= (window or 2 * length))
+    bounds = torch.tensor([0, 50, SAMPLE, 2 * SAMPLE, 2 * SAMPLE], dtype=torch.int32, device=device)
+    document = torch.bucketize(place, bounds[1:], right=True)
+    for window in (-1, 40):
+        mask = (document[:, None] == document) & (age >= 0) & (age <= (window if window >= 0 else 2 * SAMPLE))
         try:
-            mine = _with_gradients(varlen, grad, (q, k, v), bounds, length, head_dim**-0.5, window)
+            mine = FLASH.run(grad, *inputs, bounds, window)
         except (RuntimeError, TypeError, AttributeError) as error:
             return " ".join(str(error).split())[:200]
-        plain = _with_gradients(_masked, grad.float(), (q.float(), k.float(), v.float()), mask)
-        if any(not (a.float() - b).norm() < 0.02 * b.norm() for a, b in zip(mine, plain, strict=True)):
+        leaves = [x.float().requires_grad_() for x in inputs]
+        out = _masked(*leaves, mask)
+        if not _close(mine, [out, *torch.autograd.grad(out, leaves, grad.float())]):
             return "they do not give what plain attention gives"
     return None
 
 
-def _with_gradients(function: Any, grad: torch.Tensor, inputs: tuple[torch.Tensor, ...], *rest: Any) -> list[torch.Tensor]:
-    inputs = tuple(x.clone().requires_grad_() for x in inputs)
-    out = function(*inputs, *rest)
-    return [out, *torch.autograd.grad(out, inputs, grad)]
+SAMPLE = 192  # tokens of each of two sequences by which kernels are tried
+
+
+def _sample(heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype, device: torch.device) -> list[torch.Tensor]:
+    """Random gradient, query, key and value."""
+    make = torch.Generator(device).manual_seed(0)
+    sizes = ((2 * SAMPLE, count, head_dim) for count in (heads, heads, kv_heads, kv_heads))
+    return [torch.randn(size, dtype=dtype, device=device, generator=make) for size in sizes]
+
+
+def _close(mine: list[torch.Tensor], theirs: list[torch.Tensor]) -> bool:
+    return all((a.float() - b.float()).norm() < 0.02 * b.float().norm() for a, b in zip(mine, theirs, strict=True))
 
 
 def _masked(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
@@ -110,10 +118,53 @@ def varlen(
     return _varlen(query, key, value, bounds, longest, scale, -1 if window is None else window)[0]
 
 
-def _whole_sequences(query: torch.Tensor, bounds: torch.Tensor, longest: int, window: int) -> bool:
-    """Whether cuDNN's kernel for whole sequences may be used, and is faster: on Hopper and later, twice so."""
-    fits = window < 0 and query.shape[2] <= 128 and torch.cuda.get_device_capability(query.device)[0] >= 9
-    return fits and (len(bounds) - 1) * longest == query.shape[0]
+@dataclass(frozen=True)
+class Kernel:
+    """`forward` gives the output [T, H, D] and the scores' log-sum-exp, float32 [T * H] in the kernel's own order."""
+
+    forward: Callable[..., tuple[torch.Tensor, torch.Tensor]]
+    backward: Callable[..., tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
+
+    def run(self, grad: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bounds: torch.Tensor, window: int) -> Any:
+        """The output and the gradients of q, k and v."""
+        rest = (bounds, SAMPLE, q.shape[-1] ** -0.5, window)
+        out, lse = self.forward(q, k, v, *rest)
+        return [out, *self.backward(grad, q, k, v, out, lse, *rest)]
+
+
+def _flash_forward(query: Any, key: Any, value: Any, bounds: Any, longest: int, scale: float, window: int) -> Any:
+    arguments = (query, key, value, bounds, bounds, longest, longest, 0.0, window < 0, False)
+    out, lse, *_ = aten._flash_attention_forward(*arguments, scale=scale, **_window(window))
+    return out, lse.flatten()
+
+
+def _flash_backward(
+    grad: Any, query: Any, key: Any, value: Any, out: Any, lse: Any, bounds: Any, longest: int, scale: float, window: int
+) -> Any:
+    seed, unused = torch.zeros(2, dtype=torch.uint64, device=query.device), torch.empty(0, device=query.device)
+    lse = lse.view(query.shape[1], -1)
+    arguments = (grad, query, key, value, out, lse, bounds, bounds, longest, longest, 0.0, window < 0, seed, unused)
+    return aten._flash_attention_backward(*arguments, scale=scale, **_window(window))
+
+
+def _window(window: int) -> dict[str, int]:
+    return {"window_size_left": window, "window_size_right": 0} if window >= 0 else {}
+
+
+def _whole_forward(query: Any, key: Any, value: Any, bounds: Any, longest: int, scale: float, window: int) -> Any:
+    batch = [_as_batch(x, longest) for x in (query, key, value)]
+    out, lse, *_ = aten._scaled_dot_product_cudnn_attention(*batch, None, True, 0.0, True, False, scale=scale)
+    return _as_tokens(out), lse.flatten()
+
+
+def _whole_backward(
+    grad: Any, query: Any, key: Any, value: Any, out: Any, lse: Any, bounds: Any, longest: int, scale: float, window: int
+) -> Any:
+    batch = [_as_batch(x, longest) for x in (grad, query, key, value, out)]
+    seed = torch.zeros((), dtype=torch.int64, device=query.device)  # of the dropout that there is not
+    lse = lse.view(-1, query.shape[1], longest, 1)
+    rest = (lse, seed, seed, None, None, None, longest, longest, 0.0, True)
+    return tuple(map(_as_tokens, aten._scaled_dot_product_cudnn_attention_backward(*batch, *rest, scale=scale)))
 
 
 def _as_batch(x: torch.Tensor, longest: int) -> torch.Tensor:
@@ -124,23 +175,55 @@ def _as_tokens(x: torch.Tensor) -> torch.Tensor:
     return x.transpose(1, 2).flatten(0, 1).contiguous()
 
 
+def _packed_forward(*arguments: Any) -> Any:
+    from trainer import cudnn_attention
+
+    return cudnn_attention.forward(*arguments[:-1])  # all but the window
+
+
+def _packed_backward(*arguments: Any) -> Any:
+    from trainer import cudnn_attention
+
+    return cudnn_attention.backward(*arguments[:-1])
+
+
+FLASH = Kernel(_flash_forward, _flash_backward)  # FlashAttention 2, in torch: any lengths and windows
+WHOLE = Kernel(_whole_forward, _whole_backward)  # cuDNN's, in torch: twice as fast on Hopper, for whole sequences
+PACKED = Kernel(_packed_forward, _packed_backward)  # the same for any lengths, where the package cudnn is installed
+
+
+def _kernel(query: torch.Tensor, key: torch.Tensor, bounds: torch.Tensor, longest: int, window: int) -> Kernel:
+    """The fastest kernel for these documents that does what FLASH does."""
+    if window >= 0:
+        return FLASH
+    kernel = WHOLE if (len(bounds) - 1) * longest == query.shape[0] else PACKED
+    return kernel if _agrees(kernel, query.shape[1], key.shape[1], query.shape[2], query.dtype, query.device) else FLASH
+
+
+@functools.cache
+def _agrees(kernel: Kernel, heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether a kernel of cuDNN runs here and gives what FLASH gives, found by trying."""
+    if torch.cuda.get_device_capability(device) < (9, 0) or head_dim > 128:
+        return False  # it would not be faster
+    grad, *inputs = _sample(heads, kv_heads, head_dim, dtype, device)
+    ends = [SAMPLE, 2 * SAMPLE] if kernel is WHOLE else [50, SAMPLE, 2 * SAMPLE, 2 * SAMPLE]
+    bounds = torch.tensor([0, *ends], dtype=torch.int32, device=device)
+    try:
+        if _close(kernel.run(grad, *inputs, bounds, -1), FLASH.run(grad, *inputs, bounds, -1)):
+            return True
+        reason = "it does not give what FlashAttention gives"
+    except Exception as error:  # the package is missing, too old, or knows no kernel for this: FLASH is there
+        reason = " ".join(str(error).split())[:200]
+    what = "whole sequences" if kernel is WHOLE else "packed rows"
+    print(f"attention: cuDNN's kernel for {what} cannot be used here ({reason}); FlashAttention takes its place", flush=True)
+    return False
+
+
 @torch.library.custom_op("ray_finetune::varlen", mutates_args=())
 def _varlen(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, bounds: torch.Tensor, longest: int, scale: float, window: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The output [T, H, D] and the scores' log-sum-exp, float32 [H * T] in the kernel's own order."""
-    if _whole_sequences(query, bounds, longest, window):
-        batch = [_as_batch(x, longest) for x in (query, key, value)]
-        out, lse, *_ = aten._scaled_dot_product_cudnn_attention(*batch, None, True, 0.0, True, False, scale=scale)
-        return _as_tokens(out), lse.flatten()
-    out, lse, *_ = aten._flash_attention_forward(
-        query, key, value, bounds, bounds, longest, longest, 0.0, window < 0, False, scale=scale, **_window(window)
-    )
-    return out, lse.flatten()
-
-
-def _window(window: int) -> dict[str, int]:
-    return {"window_size_left": window, "window_size_right": 0} if window >= 0 else {}
+    return _kernel(query, key, bounds, longest, window).forward(query, key, value, bounds, longest, scale, window)
 
 
 @_varlen.register_fake
@@ -161,20 +244,8 @@ def _varlen_backward(
     scale: float,
     window: int,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    num_heads = query.shape[1]
-    if _whole_sequences(query, bounds, longest, window):
-        batch = [_as_batch(x, longest) for x in (grad, query, key, value, out)]
-        seed = torch.zeros((), dtype=torch.int64, device=query.device)  # of the dropout that there is not
-        gradients = aten._scaled_dot_product_cudnn_attention_backward(
-            *batch, lse.view(-1, num_heads, longest, 1), seed, seed, None, None, None, longest, longest, 0.0, True, scale=scale
-        )
-        dq, dk, dv = (_as_tokens(x) for x in gradients)
-        return dq, dk, dv
-    seed, unused = torch.zeros(2, dtype=torch.uint64, device=query.device), torch.empty(0, device=query.device)
-    lse = lse.view(num_heads, -1)
-    arguments = (grad, query, key, value, out, lse, bounds, bounds, longest, longest, 0.0, window < 0, seed, unused)
-    dq, dk, dv = aten._flash_attention_backward(*arguments, scale=scale, **_window(window))
-    return dq, dk, dv
+    kernel = _kernel(query, key, bounds, longest, window)
+    return kernel.backward(grad, query, key, value, out, lse, bounds, longest, scale, window)
 
 
 @_varlen_backward.register_fake

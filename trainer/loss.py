@@ -1,12 +1,11 @@
 """The loss of a micro-batch's supervised tokens, without ever holding all their logits."""
 
-import functools
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch.nn.functional import cross_entropy, linear, pad
+from torch.utils._triton import has_triton
 
 MULTIPLE = 64  # supervised tokens of a micro-batch are filled up to a multiple of it, for the matrix kernels
 CPU_CHUNK = 1024  # tokens whose logits exist at once on a CPU
@@ -33,11 +32,10 @@ class Targets:
 
 def weighted_loss(model: Any, hidden: torch.Tensor, targets: Targets) -> torch.Tensor:
     """Sum of weight x cross entropy, in float32, of the model's last hidden states [B, L, d]."""
-    head = model.get_output_embeddings()
+    head, scale = model.get_output_embeddings(), LogitScale.of(model.config.get_text_config())
     hidden = hidden.flatten(0, 1).index_select(0, targets.index)
     size = chunk_size(len(hidden), len(head.weight), hidden.device)
-    chunk_loss = functools.partial(model.chunk_loss, scale=LogitScale.of(model.config.get_text_config()))
-    arguments = (hidden, head.weight, head.bias, targets.labels, targets.weights, chunk_loss, size, torch.is_grad_enabled())
+    arguments = (hidden, head.weight, head.bias, targets.labels, targets.weights, scale, size, torch.is_grad_enabled())
     return _HeadLoss.apply(*arguments)  # type: ignore[return-value]
 
 
@@ -69,9 +67,18 @@ class LogitScale(NamedTuple):
         return torch.tanh(logits / self.cap) * self.cap if self.cap else logits
 
 
-def chunk_loss(logits: torch.Tensor, labels: torch.Tensor, weights: torch.Tensor, scale: LogitScale) -> torch.Tensor:
-    """Sum of weight x cross entropy of `logits` [n, V], before their scale."""
-    return (cross_entropy(scale.apply(logits).float(), labels, reduction="none") * weights).sum()
+def chunk_loss(
+    logits: torch.Tensor, labels: torch.Tensor, weights: torch.Tensor, scale: LogitScale, learn: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Sum of weight x cross entropy of `logits` [n, V], before their scale, and with `learn` its gradient for them."""
+    if logits.is_cuda and has_triton():
+        from trainer.cross_entropy import cross_entropy as fused
+
+        return fused(logits, labels, weights, scale.factor, scale.cap, learn)
+    with torch.set_grad_enabled(learn):
+        logits.requires_grad_(learn)
+        loss = (cross_entropy(scale.apply(logits).float(), labels, reduction="none") * weights).sum()
+    return loss.detach(), torch.autograd.grad(loss, logits)[0] if learn else logits
 
 
 class _HeadLoss(torch.autograd.Function):
@@ -89,29 +96,21 @@ class _HeadLoss(torch.autograd.Function):
         bias: torch.Tensor | None,  # [V]
         labels: torch.Tensor,  # [n]
         weights: torch.Tensor,  # [n]
-        chunk_loss: Callable[..., torch.Tensor],
+        scale: LogitScale,
         size: int,
-        learning: bool,
+        learn: bool,
     ) -> torch.Tensor:
-        of_hidden, of_weight, of_bias = (learning and needed for needed in ctx.needs_input_grad[:3])
+        of_hidden, of_weight, of_bias = (learn and needed for needed in ctx.needs_input_grad[:3])
         total = torch.zeros((), device=hidden.device)
         d_hidden = torch.empty_like(hidden) if of_hidden else None
         d_weight = torch.zeros_like(weight, dtype=torch.float32) if of_weight else None
         d_bias = torch.zeros_like(weight[:, 0], dtype=torch.float32) if of_bias else None
         for start in range(0, len(hidden), size):
             part = slice(start, start + size)
-            logits = linear(hidden[part], weight, bias).requires_grad_(learning)
-            arguments = (logits, labels[part], weights[part])
-            if logits.is_cuda:
-                for argument in arguments:  # compiled once for any number of tokens
-                    torch._dynamo.mark_dynamic(argument, 0)
-            with torch.set_grad_enabled(learning):
-                loss = chunk_loss(*arguments)
-            total += loss.detach()
-            if not learning:
-                continue
-            (d_logits,) = torch.autograd.grad(loss, logits)
-            del logits, loss, arguments
+            logits = linear(hidden[part], weight, bias)
+            loss, d_logits = chunk_loss(logits, labels[part], weights[part], scale, learn)
+            del logits
+            total += loss
             if d_hidden is not None:
                 torch.mm(d_logits, weight, out=d_hidden[part])
             if d_weight is not None:

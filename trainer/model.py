@@ -25,7 +25,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Genera
 from trainer.attention import VARLEN, choose_attention, document_bounds
 from trainer.config import InputError, ModelConfig, TrainerConfig, refusing
 from trainer.data import MicroBatch
-from trainer.loss import LogitScale, Targets, chunk_loss, weighted_loss
+from trainer.loss import LogitScale, Targets, weighted_loss
 from trainer.parallel import World
 from trainer.storage import Storage, open_storage
 
@@ -170,7 +170,7 @@ def build_model(folder: Path, config: TrainerConfig, attention: str) -> Any:
             AutoConfig.from_pretrained(folder), dtype=torch.float32, attn_implementation=attention
         )
     model.tie_weights()
-    model.chunk_loss = chunk_loss
+    model.is_compiled = False
     for method in (supervised_loss, plain_logits):
         setattr(model, method.__name__, types.MethodType(method, model))
     for pattern in config.model.freeze:
@@ -271,10 +271,10 @@ def plain_logits(model: Any, input_ids: torch.Tensor) -> torch.Tensor:
 @contextlib.contextmanager
 def as_published(model: Any) -> Iterator[None]:
     """The model's own forward pass inside: not compiled, and with an attention that can generate."""
-    kernel, compiled = model.config._attn_implementation, model.chunk_loss is not chunk_loss
+    kernel = model.config._attn_implementation
     if kernel == VARLEN:
         model.set_attn_implementation("sdpa")
-    with torch.compiler.set_stance("force_eager") if compiled else contextlib.nullcontext():
+    with torch.compiler.set_stance("force_eager") if model.is_compiled else contextlib.nullcontext():
         yield
     if kernel == VARLEN:
         model.set_attn_implementation(kernel)

@@ -125,7 +125,7 @@ def blocks(model: Any) -> list[nn.Module]:
 
 
 def compile_blocks(model: Any, config: TrainerConfig, device: torch.device) -> None:
-    """Has each block, the final norm and the loss compiled when they first run; FSDP's hooks stay outside.
+    """Has each block and the final norm compiled when they first run; FSDP's hooks stay outside.
 
     All blocks share the code, so one is compiled and serves all.
     """
@@ -135,7 +135,7 @@ def compile_blocks(model: Any, config: TrainerConfig, device: torch.device) -> N
     norms = [child for child in model.base_model.children() if {p.ndim for p in child.parameters()} == {1}]
     for module in [*blocks(model), *norms]:
         module.forward = torch.compile(module.forward, dynamic=False)
-    model.chunk_loss = torch.compile(model.chunk_loss, dynamic=False)
+    model.is_compiled = True
 
 
 def shard(model: Any, world: World, dtype: torch.dtype) -> Any:
@@ -152,6 +152,13 @@ def shard(model: Any, world: World, dtype: torch.dtype) -> Any:
         register_fsdp_forward_method(model, method)
     materialize(model, world.device)
     return model
+
+
+def accumulate(model: Any, world: World, last: bool) -> None:
+    """Alone, weights stay cast and gradients unreduced between the micro-batches of a step: there is nobody to share with."""
+    if world.size == 1:
+        model.set_requires_gradient_sync(last)
+        model.set_reshard_after_backward(last)
 
 
 def free_gathered(model: nn.Module) -> None:

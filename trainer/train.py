@@ -20,7 +20,7 @@ from trainer.data import MicroBatch, Plan, Tokens, epoch_zero, micro_batches, nu
 from trainer.metrics import Journal, Meter
 from trainer.model import answer, build_model, check_head, export, fetch_model, load_pretrained, load_tokenizer, loss_inputs
 from trainer.optim import build_optimizer, clip_gradients, guarded_step, learning_rate, set_learning_rate
-from trainer.parallel import Reading, World, compile_blocks, compute_type, free_gathered, shard
+from trainer.parallel import Reading, World, accumulate, compile_blocks, compute_type, free_gathered, shard
 from trainer.storage import Storage, open_storage
 
 Ending = Literal["complete", "interrupted"]
@@ -146,7 +146,9 @@ def train_step(
     optimizer.zero_grad(set_to_none=True)
     total = torch.zeros((), device=world.device)
     weight = 1 / num_supervised(tokens, packs)
-    for batch in micro_batches(tokens, packs, config, world.rank, world.size):
+    batches = micro_batches(tokens, packs, config, world.rank, world.size)
+    for number, batch in enumerate(batches, start=1):
+        accumulate(model, world, last=number == len(batches))
         loss = batch_loss(model, batch, world) * weight
         (loss * world.size).backward()
         total += loss.detach()

@@ -1,0 +1,212 @@
+"""Measures full fine-tuning of a Qwen2.5-1.5B-shaped model on this machine's GPU and prints a table.
+
+    python tests/bench/speed.py [--profile] [CASE ...] > RESULTS.md     # results as JSON go to speed.json in $OUT or here
+
+Each case is one process that runs the trainer's own step on random tokens: `full` rows fill a sequence each, `chat`
+rows are log-normal with a mean of 600 tokens and packed. The other cases leave out one thing each. Tokens/s is of
+tokens that count (padding does not), the median of the steps after the first ones, by the device's clock; MFU is
+trainer.metrics.flops_per_token over the data sheet's peak; start is from the process's start to the end of step 1.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+STARTED = time.time()
+ROOT = Path(__file__).parents[2]
+LENGTH = 4096
+WARM_UP = 4
+CASES: dict[str, dict[str, Any]] = {
+    "full": {},
+    "chat": {"rows": "chat"},
+    "full, FlashAttention 2 instead of cuDNN": {"no_cudnn": True},
+    "chat, FlashAttention 2 instead of cuDNN": {"rows": "chat", "no_cudnn": True},
+    "full, sdpa": {"attention": "sdpa"},
+    "chat, sdpa with a mask": {"rows": "chat", "attention": "sdpa"},
+    "full, not compiled": {"compile": False, "micro_batch": 4},
+    "full, compiled, micro-batch 4": {"micro_batch": 4},
+    "full, compiled, micro-batch 16": {"micro_batch": 16},
+    "full, head in chunks of 1024": {"chunk": 1024},
+    "full, waiting for each step": {"wait": True},
+}
+
+
+def measure(case: dict[str, Any], num_steps: int, profile: bool) -> dict[str, Any]:
+    import gc
+
+    import torch
+    from transformers import Qwen2Config
+
+    import trainer.attention
+    import trainer.loss
+    from trainer.config import TrainerConfig
+    from trainer.data import num_supervised, num_tokens
+    from trainer.metrics import flops_per_token, mfu
+    from trainer.model import build_model
+    from trainer.optim import build_optimizer
+    from trainer.parallel import compile_blocks, compute_type, join_world, shard
+    from trainer.train import train_step
+
+    folder = Path("/tmp/speed-model")
+    Qwen2Config(
+        vocab_size=151936,
+        hidden_size=1536,
+        intermediate_size=8960,
+        num_hidden_layers=28,
+        num_attention_heads=12,
+        num_key_value_heads=2,
+        max_position_embeddings=32768,
+        tie_word_embeddings=True,
+        architectures=["Qwen2ForCausalLM"],
+    ).save_pretrained(folder)
+    values = {
+        "name": "speed",
+        "model": {"path": str(folder)},
+        "data": {"train": "-", "sequence_length": LENGTH},
+        "batch": {"sequences": 16, "micro_batch": case.get("micro_batch", 8)},
+    }
+    values |= {key: case[key] for key in ("attention", "compile") if key in case}
+    config = TrainerConfig.model_validate(values)
+    if case.get("no_cudnn"):
+        trainer.attention._kernel = lambda *_: trainer.attention.FLASH
+    if case.get("chunk"):
+        trainer.loss.chunk_size = lambda *_: case["chunk"]
+
+    with join_world(lambda: False) as world:
+        dtype = compute_type(config, world.device)
+        from transformers import AutoConfig
+
+        attention = trainer.attention.choose_attention(AutoConfig.from_pretrained(folder), config, world.device, dtype)
+        model = build_model(folder, config, attention)
+        compile_blocks(model, config, world.device)
+        model = shard(model, world, dtype)
+        torch.manual_seed(0)
+        for parameter in model.parameters():
+            torch.nn.init.normal_(parameter.to_local(), std=0.02) if parameter.ndim > 1 else torch.nn.init.ones_(
+                parameter.to_local()
+            )
+        optimizer = build_optimizer(model, config.optim)
+        tokens, steps = make_steps(case.get("rows", "full"), num_steps, config)
+        gc.collect()
+        gc.freeze()
+        ends, first = [], 0.0
+        for step, packs in enumerate(steps):
+            if profile and step == num_steps - 2:
+                torch.cuda.synchronize()
+                profiler = torch.profiler.profile(
+                    activities=[torch.profiler.ProfilerActivity.CUDA, torch.profiler.ProfilerActivity.CPU]
+                )
+                profiler.__enter__()
+            loss, norm = train_step(model, optimizer, tokens, packs, config, world)
+            if case.get("wait"):
+                norm.item()
+            ends.append(torch.cuda.Event(enable_timing=True))
+            ends[-1].record()
+            if step == 0:
+                first_loss = loss.item()
+                first = time.time() - STARTED
+            if profile and step == num_steps - 2:
+                torch.cuda.synchronize()
+                profiler.__exit__(None, None, None)
+                print_kernels(profiler)
+                break
+        torch.cuda.synchronize()
+        seconds = [a.elapsed_time(b) / 1000 for a, b in zip(ends[WARM_UP:], ends[WARM_UP + 1 :], strict=False)]
+        counted = steps[WARM_UP + 1 :]
+        speed = statistics.median(num_tokens(tokens, packs) / s for packs, s in zip(counted, seconds, strict=False))
+        shape = model.config
+        count = sum(parameter.numel() for parameter in model.parameters())
+        flops = flops_per_token(count, shape.num_hidden_layers, shape.hidden_size, LENGTH)
+        supervised = sum(num_supervised(tokens, packs) for packs in counted) / sum(num_tokens(tokens, packs) for packs in counted)
+        from torch._dynamo.utils import counters
+
+        return {
+            "tokens_per_second": speed,
+            "supervised_share": supervised,
+            "mfu": mfu(speed, flops, world.device, 1),
+            "step_seconds": statistics.median(seconds),
+            "step_seconds_range": [min(seconds), max(seconds)],
+            "gpu_memory_gib": torch.cuda.max_memory_allocated() / 2**30,
+            "start_seconds": first,
+            "attention": attention,
+            "loss": [first_loss, loss.item()],
+            "graphs": counters["stats"]["unique_graphs"],
+            "graph_breaks": sum(counters["graph_break"].values()),
+            "device": torch.cuda.get_device_name(),
+            "torch": torch.__version__,
+        }
+
+
+def print_kernels(profiler: Any) -> None:
+    """The device's time by kernel, on stderr."""
+    from torch.autograd import DeviceType
+
+    kernels = [event for event in profiler.key_averages() if event.device_type == DeviceType.CUDA]
+    kernels = sorted(kernels, key=lambda event: -event.self_device_time_total)[:45]
+    for event in kernels:
+        print(f"{event.self_device_time_total / 1000:9.2f} ms {event.count:6d} x  {event.key[:90]}", file=sys.stderr)
+
+
+def make_steps(rows: str, num_steps: int, config: Any) -> tuple[Any, list[list[Any]]]:
+    """Random tokens and the packs of each step."""
+    import numpy as np
+
+    from trainer.data import Plan, Tokens
+
+    random = np.random.default_rng(0)
+    count = config.batch.sequences * num_steps
+    if rows == "full":
+        lengths = np.full(count, LENGTH)
+    else:
+        lengths = np.clip(random.lognormal(np.log(600) - 0.5, 1.0, count * 8), 8, LENGTH).astype(np.int64)
+    total = int(lengths.sum())
+    # Half of the tokens follow from the one before, so that there is something to learn.
+    ids = random.integers(0, 20000, total, dtype=np.int32)
+    ids[1::2] = (ids[: total // 2 * 2 : 2] * 7 + 1) % 20000
+    tokens = Tokens(ids, np.ones(total, bool), np.concatenate([[0], np.cumsum(lengths)]))
+    plan = Plan(tokens, config)
+    return tokens, [[plan.rows(number) for number in plan.step_packs(step)] for step in range(1, num_steps + 1)]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("cases", nargs="*", metavar="CASE", help=f"of {', '.join(CASES)}; all where none is named")
+    parser.add_argument("--steps", type=int, default=15)
+    parser.add_argument("--profile", action="store_true", help="print where a step's time goes, on stderr")
+    parser.add_argument("--one", help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.one:
+        print(json.dumps(measure(CASES[arguments.one], arguments.steps, arguments.profile)))
+        return
+    results = {}
+    print("| case | tokens/s | MFU | supervised | GiB | start s | graphs | loss |\n|---|---|---|---|---|---|---|---|")
+    for name in arguments.cases or CASES:
+        command = [sys.executable, __file__, "--one", name, "--steps", str(arguments.steps)]
+        path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+        done = subprocess.run(
+            [*command, *(["--profile"] if arguments.profile else [])],
+            stdout=subprocess.PIPE,
+            text=True,
+            env=os.environ | {"PYTHONPATH": path},
+        )
+        if done.returncode:
+            print(f"| {name} | failed |", flush=True)
+            continue
+        row = results[name] = json.loads(done.stdout.splitlines()[-1])
+        print(
+            f"| {name} | {row['tokens_per_second']:,.0f} | {row['mfu']:.1%} | {row['supervised_share']:.1%} | "
+            f"{row['gpu_memory_gib']:.0f} | {row['start_seconds']:.0f} | {row['graphs']} | "
+            f"{row['loss'][0]:.3f} -> {row['loss'][1]:.3f} |",
+            flush=True,
+        )
+    Path(os.environ.get("OUT", "."), "speed.json").write_text(json.dumps(results, indent=1))
+
+
+if __name__ == "__main__":
+    main()
