@@ -19,14 +19,15 @@ from trainer.config import InputError, TrainerConfig
 VARLEN = "ray_finetune_varlen"
 BUCKET = 64  # the number of documents is rounded up to a multiple of it: kernels are launched for so many
 
-aten = torch.ops.aten
+aten: Any = torch.ops.aten
 
 
 def choose_attention(base: Any, config: TrainerConfig, device: torch.device, dtype: torch.dtype) -> str:
     """transformers' name of the attention kernel for a model of the configuration `base`, computed in `dtype`."""
     if config.attention != "auto":
         return config.attention
-    shape, family = base.get_text_config(), MODEL_FOR_CAUSAL_LM_MAPPING[type(base)]
+    shape = base.get_text_config()
+    family: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(base)]
     if getattr(shape, "attn_logit_softcapping", None) or not family._supports_sdpa:
         return "eager"  # capped scores and attention sinks are in no other kernel
     head_dim = getattr(shape, "head_dim", None) or shape.hidden_size // shape.num_attention_heads

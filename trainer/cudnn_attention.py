@@ -7,7 +7,7 @@ ends are data, not shape.
 import functools
 from typing import Any, NamedTuple
 
-import cudnn
+import cudnn  # pyright: ignore[reportMissingImports]
 import torch
 
 REAL = cudnn.data_type.FLOAT

@@ -1,9 +1,11 @@
 """Measures full fine-tuning of a Qwen2.5-1.5B-shaped model on this machine's GPU and prints a table.
 
-    python tests/bench/speed.py [--profile] [CASE ...] > RESULTS.md     # results as JSON go to speed.json in $OUT or here
+    python tests/bench/speed.py [--steps N] [--profile] [CASE ...] > RESULTS.md
+
+Results as JSON go to speed-N.json in $OUT or here.
 
 Each case is one process that runs the trainer's own step on random tokens: `full` rows fill a sequence each, `chat`
-rows are log-normal with a mean of 600 tokens and packed. The other cases leave out one thing each. Tokens/s is of
+rows are log-normal with a mean of 600 tokens and packed. The other cases say what each thing is worth. Tokens/s is of
 tokens that count (padding does not), the median of the steps after the first ones, by the device's clock; MFU is
 trainer.metrics.flops_per_token over the data sheet's peak; start is from the process's start to the end of step 1.
 """
@@ -22,18 +24,23 @@ STARTED = time.time()
 ROOT = Path(__file__).parents[2]
 LENGTH = 4096
 WARM_UP = 4
+BARE = {"attention": "sdpa", "compile": False, "triton": False, "merge": False, "accumulate": False, "micro_batch": 4}
 CASES: dict[str, dict[str, Any]] = {
     "full": {},
     "chat": {"rows": "chat"},
-    "full, FlashAttention 2 instead of cuDNN": {"no_cudnn": True},
-    "chat, FlashAttention 2 instead of cuDNN": {"rows": "chat", "no_cudnn": True},
-    "full, sdpa": {"attention": "sdpa"},
-    "chat, sdpa with a mask": {"rows": "chat", "attention": "sdpa"},
-    "full, not compiled": {"compile": False, "micro_batch": 4},
-    "full, compiled, micro-batch 4": {"micro_batch": 4},
-    "full, compiled, micro-batch 16": {"micro_batch": 16},
-    "full, head in chunks of 1024": {"chunk": 1024},
+    # From the bare step to `full`, one change after the other.
+    "bare: sdpa with a mask, not compiled, micro-batch 4": BARE,
+    "+ FlashAttention 2 by lengths": BARE | {"attention": "auto", "cudnn": False},
+    "+ compiled blocks, micro-batch 8": {"cudnn": False, "triton": False, "merge": False, "accumulate": False},
+    "+ cuDNN attention": {"triton": False, "merge": False, "accumulate": False},
+    "+ cross entropy in Triton": {"merge": False, "accumulate": False},
+    "+ q, k and v in one product": {"accumulate": False},
+    # One thing left out, or changed.
+    "chat, FlashAttention 2 instead of cuDNN": {"rows": "chat", "cudnn": False},
+    "chat, sdpa with a mask": {"rows": "chat", "attention": "sdpa", "micro_batch": 4},
     "full, waiting for each step": {"wait": True},
+    "full, 32 sequences a step": {"sequences": 32},
+    "full, micro-batch 4": {"micro_batch": 4},
 }
 
 
@@ -45,6 +52,8 @@ def measure(case: dict[str, Any], num_steps: int, profile: bool) -> dict[str, An
 
     import trainer.attention
     import trainer.loss
+    import trainer.parallel
+    import trainer.train
     from trainer.config import TrainerConfig
     from trainer.data import num_supervised, num_tokens
     from trainer.metrics import flops_per_token, mfu
@@ -54,7 +63,7 @@ def measure(case: dict[str, Any], num_steps: int, profile: bool) -> dict[str, An
     from trainer.train import train_step
 
     folder = Path("/tmp/speed-model")
-    Qwen2Config(
+    shape = Qwen2Config(
         vocab_size=151936,
         hidden_size=1536,
         intermediate_size=8960,
@@ -64,25 +73,28 @@ def measure(case: dict[str, Any], num_steps: int, profile: bool) -> dict[str, An
         max_position_embeddings=32768,
         tie_word_embeddings=True,
         architectures=["Qwen2ForCausalLM"],
-    ).save_pretrained(folder)
+    )
+    shape.save_pretrained(folder)
     values = {
         "name": "speed",
         "model": {"path": str(folder)},
         "data": {"train": "-", "sequence_length": LENGTH},
-        "batch": {"sequences": 16, "micro_batch": case.get("micro_batch", 8)},
+        "batch": {"sequences": case.get("sequences", 16), "micro_batch": case.get("micro_batch", 8)},
     }
     values |= {key: case[key] for key in ("attention", "compile") if key in case}
     config = TrainerConfig.model_validate(values)
-    if case.get("no_cudnn"):
+    if not case.get("cudnn", True):
         trainer.attention._kernel = lambda *_: trainer.attention.FLASH
-    if case.get("chunk"):
-        trainer.loss.chunk_size = lambda *_: case["chunk"]
+    if not case.get("triton", True):
+        trainer.loss.has_triton = lambda: False
+    if not case.get("merge", True):
+        trainer.parallel.merge_projections = lambda module: None
+    if not case.get("accumulate", True):
+        trainer.train.accumulate = lambda *_, **__: None
 
     with join_world(lambda: False) as world:
         dtype = compute_type(config, world.device)
-        from transformers import AutoConfig
-
-        attention = trainer.attention.choose_attention(AutoConfig.from_pretrained(folder), config, world.device, dtype)
+        attention = trainer.attention.choose_attention(shape, config, world.device, dtype)
         model = build_model(folder, config, attention)
         compile_blocks(model, config, world.device)
         model = shard(model, world, dtype)
@@ -95,32 +107,27 @@ def measure(case: dict[str, Any], num_steps: int, profile: bool) -> dict[str, An
         tokens, steps = make_steps(case.get("rows", "full"), num_steps, config)
         gc.collect()
         gc.freeze()
-        ends, first = [], 0.0
-        for step, packs in enumerate(steps):
-            if profile and step == num_steps - 2:
-                torch.cuda.synchronize()
-                profiler = torch.profiler.profile(
-                    activities=[torch.profiler.ProfilerActivity.CUDA, torch.profiler.ProfilerActivity.CPU]
-                )
-                profiler.__enter__()
+        ends, losses, first = [], [], 0.0
+        for number, packs in enumerate(steps, start=1):
             loss, norm = train_step(model, optimizer, tokens, packs, config, world)
+            losses.append(loss)
             if case.get("wait"):
                 norm.item()
             ends.append(torch.cuda.Event(enable_timing=True))
             ends[-1].record()
-            if step == 0:
-                first_loss = loss.item()
-                first = time.time() - STARTED
-            if profile and step == num_steps - 2:
+            if number == 1:
                 torch.cuda.synchronize()
-                profiler.__exit__(None, None, None)
-                print_kernels(profiler)
-                break
+                first = time.time() - STARTED
+        if profile:
+            activities = [torch.profiler.ProfilerActivity.CUDA, torch.profiler.ProfilerActivity.CPU]
+            with torch.profiler.profile(activities=activities) as profiler:
+                train_step(model, optimizer, tokens, steps[-1], config, world)
+                torch.cuda.synchronize()
+            print_kernels(profiler)
         torch.cuda.synchronize()
         seconds = [a.elapsed_time(b) / 1000 for a, b in zip(ends[WARM_UP:], ends[WARM_UP + 1 :], strict=False)]
         counted = steps[WARM_UP + 1 :]
         speed = statistics.median(num_tokens(tokens, packs) / s for packs, s in zip(counted, seconds, strict=False))
-        shape = model.config
         count = sum(parameter.numel() for parameter in model.parameters())
         flops = flops_per_token(count, shape.num_hidden_layers, shape.hidden_size, LENGTH)
         supervised = sum(num_supervised(tokens, packs) for packs in counted) / sum(num_tokens(tokens, packs) for packs in counted)
@@ -135,7 +142,7 @@ def measure(case: dict[str, Any], num_steps: int, profile: bool) -> dict[str, An
             "gpu_memory_gib": torch.cuda.max_memory_allocated() / 2**30,
             "start_seconds": first,
             "attention": attention,
-            "loss": [first_loss, loss.item()],
+            "loss": [losses[0].item(), losses[-1].item()],
             "graphs": counters["stats"]["unique_graphs"],
             "graph_breaks": sum(counters["graph_break"].values()),
             "device": torch.cuda.get_device_name(),
@@ -145,9 +152,7 @@ def measure(case: dict[str, Any], num_steps: int, profile: bool) -> dict[str, An
 
 def print_kernels(profiler: Any) -> None:
     """The device's time by kernel, on stderr."""
-    from torch.autograd import DeviceType
-
-    kernels = [event for event in profiler.key_averages() if event.device_type == DeviceType.CUDA]
+    kernels = [event for event in profiler.key_averages() if event.device_type.name == "CUDA"]
     kernels = sorted(kernels, key=lambda event: -event.self_device_time_total)[:45]
     for event in kernels:
         print(f"{event.self_device_time_total / 1000:9.2f} ms {event.count:6d} x  {event.key[:90]}", file=sys.stderr)
@@ -177,7 +182,7 @@ def make_steps(rows: str, num_steps: int, config: Any) -> tuple[Any, list[list[A
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("cases", nargs="*", metavar="CASE", help=f"of {', '.join(CASES)}; all where none is named")
-    parser.add_argument("--steps", type=int, default=15)
+    parser.add_argument("--steps", type=int, default=26)
     parser.add_argument("--profile", action="store_true", help="print where a step's time goes, on stderr")
     parser.add_argument("--one", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
@@ -205,7 +210,7 @@ def main() -> None:
             f"{row['loss'][0]:.3f} -> {row['loss'][1]:.3f} |",
             flush=True,
         )
-    Path(os.environ.get("OUT", "."), "speed.json").write_text(json.dumps(results, indent=1))
+        Path(os.environ.get("OUT", "."), f"speed-{arguments.steps}.json").write_text(json.dumps(results, indent=1))
 
 
 if __name__ == "__main__":

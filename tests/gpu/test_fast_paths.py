@@ -3,6 +3,7 @@
 python -m pytest tests/gpu/test_fast_paths.py
 """
 
+# ruff: noqa: E402
 import sys
 from collections.abc import Iterator
 from pathlib import Path
