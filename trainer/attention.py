@@ -43,7 +43,7 @@ def choose_attention(base: Any, config: TrainerConfig, device: torch.device, dty
 
 def _trouble(heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype, device: torch.device) -> str | None:
     """Why FLASH is no good for this shape on this device, found by trying it against plain attention."""
-    grad, *inputs = _sample(heads, kv_heads, head_dim, dtype, device)
+    sample = _sample(heads, kv_heads, head_dim, dtype, device)
     place = torch.arange(2 * SAMPLE, device=device)
     age = place[:, None] - place
     bounds = torch.tensor([0, 50, SAMPLE, 2 * SAMPLE, 2 * SAMPLE], dtype=torch.int32, device=device)
@@ -51,12 +51,10 @@ def _trouble(heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype, devic
     for window in (-1, 40):
         mask = (document[:, None] == document) & (age >= 0) & (age <= (window if window >= 0 else 2 * SAMPLE))
         try:
-            mine = FLASH.run(grad, *inputs, bounds, window)
+            mine = FLASH.run(sample, bounds, window)
         except (RuntimeError, TypeError, AttributeError) as error:
             return " ".join(str(error).split())[:200]
-        leaves = [x.float().requires_grad_() for x in inputs]
-        out = _masked(*leaves, mask)
-        if not _close(mine, [out, *torch.autograd.grad(out, leaves, grad.float())]):
+        if not _close(mine, _masked(sample, mask)):
             return "they do not give what plain attention gives"
     return None
 
@@ -65,19 +63,25 @@ SAMPLE = 192  # tokens of each of two sequences by which kernels are tried
 
 
 def _sample(heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype, device: torch.device) -> list[torch.Tensor]:
-    """Random gradient, query, key and value."""
+    """Random gradient, query, key and value, the last three cut out of one tensor, as some models do."""
     make = torch.Generator(device).manual_seed(0)
-    sizes = ((2 * SAMPLE, count, head_dim) for count in (heads, heads, kv_heads, kv_heads))
-    return [torch.randn(size, dtype=dtype, device=device, generator=make) for size in sizes]
+    grad, whole = (
+        torch.randn(2 * SAMPLE, count, head_dim, dtype=dtype, device=device, generator=make)
+        for count in (heads, heads + 2 * kv_heads)
+    )
+    return [grad, *whole.split([heads, kv_heads, kv_heads], dim=1)]
 
 
 def _close(mine: list[torch.Tensor], theirs: list[torch.Tensor]) -> bool:
     return all((a.float() - b.float()).norm() < 0.02 * b.float().norm() for a, b in zip(mine, theirs, strict=True))
 
 
-def _masked(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (q, k, v))
-    return scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True)[0].transpose(0, 1)
+def _masked(sample: list[torch.Tensor], mask: torch.Tensor) -> list[torch.Tensor]:
+    """What `Kernel.run` gives, by plain attention in float32."""
+    grad, *inputs = (x.float().transpose(0, 1).unsqueeze(0) for x in sample)
+    leaves = [x.requires_grad_() for x in inputs]
+    out = scaled_dot_product_attention(*leaves, attn_mask=mask, enable_gqa=True)
+    return [x[0].transpose(0, 1) for x in (out, *torch.autograd.grad(out, leaves, grad))]
 
 
 # ---- documents ----
@@ -126,11 +130,12 @@ class Kernel:
     forward: Callable[..., tuple[torch.Tensor, torch.Tensor]]
     backward: Callable[..., tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
 
-    def run(self, grad: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bounds: torch.Tensor, window: int) -> Any:
-        """The output and the gradients of q, k and v."""
-        rest = (bounds, SAMPLE, q.shape[-1] ** -0.5, window)
-        out, lse = self.forward(q, k, v, *rest)
-        return [out, *self.backward(grad, q, k, v, out, lse, *rest)]
+    def run(self, sample: list[torch.Tensor], bounds: torch.Tensor, window: int) -> list[torch.Tensor]:
+        """The output and the gradients of query, key and value for what `_sample` gives."""
+        grad, *inputs = sample
+        rest = (bounds, SAMPLE, grad.shape[-1] ** -0.5, window)
+        out, lse = self.forward(*inputs, *rest)
+        return [out, *self.backward(grad, *inputs, out, lse, *rest)]
 
 
 def _flash_forward(query: Any, key: Any, value: Any, bounds: Any, longest: int, scale: float, window: int) -> Any:
@@ -206,11 +211,11 @@ def _agrees(kernel: Kernel, heads: int, kv_heads: int, head_dim: int, dtype: tor
     """Whether a kernel of cuDNN runs here and gives what FLASH gives, found by trying."""
     if torch.cuda.get_device_capability(device) < (9, 0) or head_dim > 128:
         return False  # it would not be faster
-    grad, *inputs = _sample(heads, kv_heads, head_dim, dtype, device)
+    sample = _sample(heads, kv_heads, head_dim, dtype, device)
     ends = [SAMPLE, 2 * SAMPLE] if kernel is WHOLE else [50, SAMPLE, 2 * SAMPLE, 2 * SAMPLE]
     bounds = torch.tensor([0, *ends], dtype=torch.int32, device=device)
     try:
-        if _close(kernel.run(grad, *inputs, bounds, -1), FLASH.run(grad, *inputs, bounds, -1)):
+        if _close(kernel.run(sample, bounds, -1), FLASH.run(sample, bounds, -1)):
             return True
         reason = "it does not give what FlashAttention gives"
     except Exception as error:  # the package is missing, too old, or knows no kernel for this: FLASH is there

@@ -29,7 +29,7 @@ def forward(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, bounds: torch.Tensor, longest: int, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Causal attention within each document: the output [T, H, D] and the log-sum-exp of the scores, float32 [T * H]."""
-    out, lse = torch.empty_like(query), query.new_empty(query.shape[0] * query.shape[1], dtype=torch.float32)
+    out, lse = query.new_empty(query.shape), query.new_empty(query.shape[0] * query.shape[1], dtype=torch.float32)
     shape = _shape(query, key, bounds, longest, scale)
     _execute(_forward_graph(shape), shape, bounds, q=query, k=key, v=value, o=out, lse=lse)
     return out, lse
@@ -46,7 +46,7 @@ def backward(
     longest: int,
     scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    dq, dk, dv = (torch.empty_like(x) for x in (query, key, value))
+    dq, dk, dv = (x.new_empty(x.shape) for x in (query, key, value))
     shape = _shape(query, key, bounds, longest, scale)
     tensors = {"q": query, "k": key, "v": value, "o": out, "do": grad, "lse": lse, "dq": dq, "dk": dk, "dv": dv}
     _execute(_backward_graph(shape), shape, bounds, **tensors)
@@ -143,6 +143,8 @@ def _execute(made: _Graph, shape: Shape, bounds: torch.Tensor, **tensors: torch.
     at = bounds.long()
     tensors["q_at"], tensors["k_at"] = at * (shape.heads * shape.head_dim), at * (shape.kv_heads * shape.head_dim)
     tensors["lse_at"], tensors["lengths"] = at * shape.heads, bounds.diff()
+    # Some models cut q, k and v out of one tensor; the graph was built for tensors that lie apart. Outputs do already.
+    tensors = {name: tensor.contiguous() for name, tensor in tensors.items()}
     handle = _handle(shape.device)
     cudnn.set_stream(handle=handle, stream=torch.cuda.current_stream(shape.device).cuda_stream)
     workspace = torch.empty(max(1, made.graph.get_workspace_size()), dtype=torch.uint8, device=shape.device)

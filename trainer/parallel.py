@@ -13,7 +13,6 @@ from torch import nn
 from torch._C._distributed_c10d import HashStore
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
-from torch.nn.functional import linear
 from torch.utils._triton import has_triton
 
 from trainer.config import TrainerConfig
@@ -133,41 +132,10 @@ def compile_blocks(model: Any, config: TrainerConfig, device: torch.device) -> N
     able = device.type == "cuda" and has_triton() and any(map(shutil.which, (os.environ.get("CC", "cc"), "gcc", "clang")))
     if not (able if config.compile is None else config.compile):
         return
-    for module in model.modules():
-        merge_projections(module)
     norms = [child for child in model.base_model.children() if {p.ndim for p in child.parameters()} == {1}]
     for module in [*blocks(model), *norms]:
         module.forward = torch.compile(module.forward, dynamic=False)
     model.is_compiled = True
-
-
-class MergedLinear(nn.Linear):
-    """One of several projections of the same input, all made in one matrix product when the first is asked for."""
-
-    siblings: tuple["MergedLinear", ...]
-    made: list[torch.Tensor]  # shared with the siblings: the input and its projections, while not all have been asked for
-
-    def forward(self, input: torch.Tensor) -> torch.Tensor:
-        if not self.made or self.made[0] is not input:
-            weight = torch.cat([sibling.weight for sibling in self.siblings])
-            bias = None if self.bias is None else torch.cat([sibling.bias for sibling in self.siblings])
-            sizes = [sibling.out_features for sibling in self.siblings]
-            self.made[:] = [input, *linear(input, weight, bias).split(sizes, dim=-1)]
-        out = self.made[1 + self.siblings.index(self)]
-        if self is self.siblings[-1]:
-            self.made.clear()
-        return out
-
-
-def merge_projections(module: nn.Module) -> None:
-    """Where `module` projects queries, keys and values apart, has it done at once; parameters stay as they are."""
-    parts = [getattr(module, name, None) for name in ("q_proj", "k_proj", "v_proj")]
-    if not all(type(part) is nn.Linear for part in parts) or len({(p.in_features, p.bias is None) for p in parts}) > 1:
-        return
-    made: list[torch.Tensor] = []
-    for part in parts:
-        part.__class__ = MergedLinear
-        part.siblings, part.made = tuple(parts), made
 
 
 def shard(model: Any, world: World, dtype: torch.dtype) -> Any:

@@ -24,17 +24,16 @@ STARTED = time.time()
 ROOT = Path(__file__).parents[2]
 LENGTH = 4096
 WARM_UP = 4
-BARE = {"attention": "sdpa", "compile": False, "triton": False, "merge": False, "accumulate": False, "micro_batch": 4}
+BARE = {"attention": "sdpa", "compile": False, "triton": False, "accumulate": False, "micro_batch": 4}
 CASES: dict[str, dict[str, Any]] = {
     "full": {},
     "chat": {"rows": "chat"},
     # From the bare step to `full`, one change after the other.
-    "bare: sdpa with a mask, not compiled, micro-batch 4": BARE,
+    "bare: sdpa, not compiled, micro-batch 4": BARE,
     "+ FlashAttention 2 by lengths": BARE | {"attention": "auto", "cudnn": False},
-    "+ compiled blocks, micro-batch 8": {"cudnn": False, "triton": False, "merge": False, "accumulate": False},
-    "+ cuDNN attention": {"triton": False, "merge": False, "accumulate": False},
-    "+ cross entropy in Triton": {"merge": False, "accumulate": False},
-    "+ q, k and v in one product": {"accumulate": False},
+    "+ compiled blocks, micro-batch 8": {"cudnn": False, "triton": False, "accumulate": False},
+    "+ cuDNN attention": {"triton": False, "accumulate": False},
+    "+ cross entropy in Triton": {"accumulate": False},
     # One thing left out, or changed.
     "chat, FlashAttention 2 instead of cuDNN": {"rows": "chat", "cudnn": False},
     "chat, sdpa with a mask": {"rows": "chat", "attention": "sdpa", "micro_batch": 4},
@@ -52,7 +51,6 @@ def measure(case: dict[str, Any], num_steps: int, profile: bool) -> dict[str, An
 
     import trainer.attention
     import trainer.loss
-    import trainer.parallel
     import trainer.train
     from trainer.config import TrainerConfig
     from trainer.data import num_supervised, num_tokens
@@ -87,8 +85,6 @@ def measure(case: dict[str, Any], num_steps: int, profile: bool) -> dict[str, An
         trainer.attention._kernel = lambda *_: trainer.attention.FLASH
     if not case.get("triton", True):
         trainer.loss.has_triton = lambda: False
-    if not case.get("merge", True):
-        trainer.parallel.merge_projections = lambda module: None
     if not case.get("accumulate", True):
         trainer.train.accumulate = lambda *_, **__: None
 
