@@ -13,6 +13,7 @@ PYTHON ?= python3
 BUILDER ?= docker
 IMAGE ?= ray-finetune
 PYTEST_ARGS ?=
+BENCH_ARGS ?=
 
 BIN := .tools/bin
 TOOLS := helm helm-unittest kubeconform versitygw actionlint helm-docs
@@ -40,6 +41,10 @@ train: .venv/.stamp ## Fine-tune a small real model on this machine; run it agai
 test: .venv/.stamp $(addprefix $(BIN)/,helm helm-unittest kubeconform versitygw) ## Run all tests; PYTEST_ARGS='-k name' chooses some
 	@$(WITH_TOOLS) helm-unittest --strict $(CHART)
 	@$(WITH_TOOLS) pytest $(PYTEST_ARGS)
+
+.PHONY: bench
+bench: .venv/.stamp ## Measure speed on this machine's GPU, for a file in benchmarks/; BENCH_ARGS='--steps 9 full chat'
+	@.venv/bin/python tests/bench/speed.py $(BENCH_ARGS)
 
 .PHONY: lint lint-python lint-yaml lint-shell lint-image lint-workflows lint-chart
 lint: lint-python lint-yaml lint-shell lint-image lint-workflows lint-chart ## Check style, types, scripts, image, workflows and chart

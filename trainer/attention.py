@@ -290,11 +290,11 @@ def _for_transformers(
     assert document_bounds is not None, "the model does not pass its keyword arguments on to its attention"
     if softcap is not None or s_aux is not None or not getattr(module, "is_causal", True):
         raise InputError(f"attention: {type(module).__name__} needs more than causal attention in a window; set eager")
-    flat = [x.transpose(1, 2).flatten(0, 1) for x in (query, key, value)]
+    q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (query, key, value))
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
     # transformers' window counts the token itself, the kernel's does not.
     window = sliding_window - 1 if sliding_window is not None and sliding_window < longest_document else None
-    out = varlen(*flat, document_bounds, longest_document, scale, window)
+    out = varlen(q, k, v, document_bounds, longest_document, scale, window)
     return out.unflatten(0, (query.shape[0], -1)), None
 
 

@@ -46,7 +46,8 @@ class World:
 
         The answer is of the question one call before, so that a GPU never waits for the reduction it has just started.
         """
-        before, flag = self._flag, torch.tensor([float(self.stop_asked())], device=self.device)
+        before = self._flag
+        flag = torch.full((1,), float(self.stop_asked()), device=self.device)  # a copy from the CPU would wait
         dist.all_reduce(flag, op=dist.ReduceOp.MAX)
         self._flag = Reading(flag)
         return before is not None and before.values() != [0.0]
