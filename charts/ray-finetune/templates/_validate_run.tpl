@@ -49,6 +49,9 @@
 {{- if and $queue.requiredTopology $queue.preferredTopology -}}
 {{- fail "queue.requiredTopology and queue.preferredTopology are both set, but Kueue takes one: leave one out" -}}
 {{- end -}}
+{{- if and (eq (include "ray-finetune.checksFirst" .) "true") .Values.serviceAccount.create -}}
+{{- fail "queue.check is true, but serviceAccount.create is true as well, and the check runs before the release has made its account: make one beforehand, set serviceAccount.create to false and serviceAccount.name to its name, or set queue.check to false to go without the check" -}}
+{{- end -}}
 {{- end -}}
 
 {{- /* Labels by which KubeRay, Kueue and this chart find their pods, and variables that KubeRay sets or refuses. */ -}}
