@@ -34,6 +34,11 @@ help: ## List the targets
 train: .venv/.stamp ## Fine-tune a small real model on this machine; run it again to resume after an interruption
 	@exec .venv/bin/ray-finetune train
 
+# Names an environment only from the command line: some shells keep a file's name in a variable ENV.
+.PHONY: efa-test
+efa-test: $(BIN)/helm ## Try EFA and NCCL on an environment's nodes, without a run: ENV=staging, NAMESPACE=name
+	@$(WITH_TOOLS) tests/tools/efa-test.sh $(if $(filter command line,$(origin ENV)),"$(ENV)")
+
 # ---- Check -----------------------------------------------------------------------------------------------------------
 
 .PHONY: test
