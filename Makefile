@@ -15,7 +15,7 @@ IMAGE ?= ray-finetune
 PYTEST_ARGS ?=
 
 BIN := .tools/bin
-TOOLS := helm helm-unittest kubeconform versitygw actionlint helm-docs
+TOOLS := helm helm4 helm-unittest kubeconform kube-score versitygw actionlint helm-docs
 CHART := charts/ray-finetune
 # What the chart is linted with: each environment, and the values files that ct installs.
 VALUES := $(wildcard environments/*/values.yaml $(CHART)/ci/*-values.yaml)
@@ -42,7 +42,7 @@ efa-test: $(BIN)/helm ## Try EFA and NCCL on an environment's nodes, without a r
 # ---- Check -----------------------------------------------------------------------------------------------------------
 
 .PHONY: test
-test: .venv/.stamp $(addprefix $(BIN)/,helm helm-unittest kubeconform versitygw) ## Run all tests; PYTEST_ARGS='-k name' chooses some
+test: .venv/.stamp $(addprefix $(BIN)/,helm helm4 helm-unittest kubeconform kube-score versitygw) ## Run all tests; PYTEST_ARGS='-k name' chooses some
 	@$(WITH_TOOLS) helm-unittest --strict $(CHART)
 	@$(WITH_TOOLS) pytest $(PYTEST_ARGS)
 
@@ -66,11 +66,12 @@ lint-image: .venv/.stamp
 lint-workflows: .venv/.stamp $(BIN)/actionlint
 	$(BIN)/actionlint -shellcheck .venv/bin/shellcheck
 
-lint-chart: $(BIN)/helm
+lint-chart: .venv/.stamp $(addprefix $(BIN)/,helm kube-score)
 	@for values in $(VALUES); do \
 	  echo "helm lint --strict $(CHART) --values $$values"; \
 	  $(BIN)/helm lint --strict --quiet $(CHART) --values "$$values"; \
 	done
+	.venv/bin/python tests/chart/score.py
 
 .PHONY: verify
 verify: lint .venv/.stamp $(BIN)/helm-docs ## Check that every generated file is what its source gives, and lint
@@ -161,11 +162,18 @@ $(BIN)/helm: tests/tools/helm/go.mod tests/tools/helm/go.sum
 	  rm -f $@; $(call go-build,helm,helm.sh/helm/v3/cmd/helm,-X helm.sh/helm/v3/internal/version.version=$(call go-version,helm,helm.sh/helm/v3) $(helm-flags)); \
 	fi
 
+# The other major version, so that the chart is seen to render the same under both.
+$(BIN)/helm4: tests/tools/helm4/go.mod tests/tools/helm4/go.sum
+	@$(call go-build,helm4,helm.sh/helm/v4/cmd/helm,-X helm.sh/helm/v4/internal/version.version=$(call go-version,helm4,helm.sh/helm/v4))
+
 $(BIN)/helm-unittest: tests/tools/helm/go.mod tests/tools/helm/go.sum
 	@$(call go-build,helm,github.com/helm-unittest/helm-unittest/cmd/helm-unittest,$(helm-flags))
 
 $(BIN)/kubeconform: tests/tools/kubeconform/go.mod tests/tools/kubeconform/go.sum
 	@$(call go-build,kubeconform,github.com/yannh/kubeconform/cmd/kubeconform)
+
+$(BIN)/kube-score: tests/tools/kube-score/go.mod tests/tools/kube-score/go.sum
+	@$(call go-build,kube-score,github.com/zegl/kube-score/cmd/kube-score)
 
 $(BIN)/versitygw: tests/tools/versitygw/go.mod tests/tools/versitygw/go.sum
 	@$(call go-build,versitygw,github.com/versity/versitygw/cmd/versitygw,-X main.Version=$(call go-version,versitygw,github.com/versity/versitygw))
