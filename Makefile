@@ -72,6 +72,7 @@ lint-chart: .venv/.stamp $(addprefix $(BIN)/,helm kube-score)
 	  $(BIN)/helm lint --strict --quiet $(CHART) --values "$$values"; \
 	done
 	.venv/bin/python tests/chart/score.py
+	.venv/bin/python tests/chart/lint_chart.py
 
 .PHONY: verify
 verify: lint .venv/.stamp $(BIN)/helm-docs ## Check that every generated file is what its source gives, and lint
