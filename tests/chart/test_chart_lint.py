@@ -102,6 +102,7 @@ def test_versions_are_ordered_as_semver_orders_them():
         "0.1.0-rc.1",
         "0.1.0",
         "0.1.1",
+        "0.9.0",
         "0.10.0",
         "1.0.0",
     ]

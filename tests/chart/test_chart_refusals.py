@@ -133,6 +133,11 @@ SCHEMA_REFUSED = {
     "a misspelt key": ({"worker": {}}, ["worker"]),
     "a misspelt trainer key": ({"trainer": {"optimm": {}}}, ["trainer", "optimm"]),
     "a wrong type in the trainer": ({"trainer": {"optim": {"lr": "fast"}}}, ["trainer.optim.lr"]),
+    "a number that --set made text of": (
+        {"trainer": {"optim": {"lr": "1e-5"}}},
+        ["trainer.optim.lr", "a number: --set makes text of 1e-5, and --set-json does not"],
+    ),
+    "the same where null is allowed": ({"trainer": {"optim": {"clip_norm": "1e0"}}}, ["trainer.optim.clip_norm", "--set-json"]),
     "nodes as text": ({"workers": {"nodes": "2"}}, ["workers.nodes"]),
     "no nodes": ({"workers": {"nodes": 0}}, ["workers.nodes"]),
     "half a node": ({"workers": {"nodes": 1.5}}, ["workers.nodes"]),
