@@ -46,6 +46,10 @@ test: .venv/.stamp $(addprefix $(BIN)/,helm helm4 helm-unittest kubeconform kube
 	@$(WITH_TOOLS) helm-unittest --strict $(CHART)
 	@$(WITH_TOOLS) pytest $(PYTEST_ARGS)
 
+.PHONY: chart-cases
+chart-cases: .venv/.stamp $(addprefix $(BIN)/,helm helm-unittest) ## Run the chart's unit and property tests and count them: EXAMPLES=1000 of each property
+	@.venv/bin/python tests/chart/count_cases.py $(EXAMPLES)
+
 .PHONY: lint lint-python lint-yaml lint-shell lint-image lint-workflows lint-chart
 lint: lint-python lint-yaml lint-shell lint-image lint-workflows lint-chart ## Check style, types, scripts, image, workflows and chart
 

@@ -3,7 +3,7 @@
 import re
 
 import pytest
-from chart import CPU, GPU, QUEUE, TRAINER, merged, pod, render, run_file, run_name
+from chart import CPU, GPU, QUEUE, TRAINER, merged, only_in_long_runs, pod, render, run_file, run_name
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -30,7 +30,7 @@ def assert_within_limits(objects):
             assert len(value) <= 63, f"{kind} has {key}={value}"
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=only_in_long_runs(15), deadline=None)
 @given(RELEASE.filter(lambda name: len(name) <= 53))
 def test_names_and_labels_are_within_limits_for_any_release_name(release):
     assert_within_limits(render(CPU, release=release))
