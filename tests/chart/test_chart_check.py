@@ -4,6 +4,7 @@ import pytest
 from chart import CPU, GPU, QUEUE, container, merged, pod, refusal, render
 
 QUEUED = merged(GPU, QUEUE)
+CHANGES = [{}, {"trainer": {"seed": 1}}]
 PREFLIGHT = ["ray-finetune", "preflight", "--run", "/etc/ray-finetune/run.json"]
 
 
@@ -26,9 +27,16 @@ def test_the_check_reads_the_settings_of_the_run_from_a_file_of_its_own():
     own, runs = objects["CheckConfigMap"], objects["ConfigMap"]
     assert own["data"] == runs["data"]
     assert own["immutable"] is True
-    assert own["metadata"]["name"] == runs["metadata"]["name"] + "-check"
+    assert own["metadata"]["name"] not in (runs["metadata"]["name"], objects["RayJob"]["metadata"]["name"])
     volumes = {volume["name"]: volume for volume in pod(objects, "check")["spec"]["volumes"]}
     assert volumes["run"]["configMap"]["name"] == own["metadata"]["name"]
+
+
+def test_the_next_check_replaces_what_a_failed_one_left():
+    names = [
+        {kind: render(merged(QUEUED, change))[kind]["metadata"]["name"] for kind in ("Job", "CheckConfigMap")} for change in CHANGES
+    ]
+    assert names[0] == names[1] == {"Job": "demo-check", "CheckConfigMap": "demo-check"}
 
 
 def test_the_check_needs_nothing_that_the_release_makes_after_it():
