@@ -16,7 +16,7 @@ RELEASE = st.from_regex(r"[a-z0-9]([-a-z0-9]{0,20}[a-z0-9])?(\.[a-z0-9]([-a-z0-9
 def names_and_labels(objects):
     for kind, obj in objects.items():
         yield kind, obj["metadata"]["name"], obj["metadata"]["labels"]
-    for role in ("head", "worker", "submitter"):
+    for role in ("head", "worker", "submitter", *(["check"] if "Job" in objects else [])):
         yield role, None, pod(objects, role)["metadata"]["labels"]
 
 
@@ -33,7 +33,7 @@ def assert_within_limits(objects):
 @settings(max_examples=only_in_long_runs(15), deadline=None)
 @given(RELEASE.filter(lambda name: len(name) <= 53))
 def test_names_and_labels_are_within_limits_for_any_release_name(release):
-    assert_within_limits(render(CPU, release=release))
+    assert_within_limits(render(merged(CPU, QUEUE), release=release))
 
 
 @pytest.mark.parametrize(

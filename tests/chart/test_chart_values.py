@@ -7,7 +7,7 @@ from typing import Any
 import generate_schema
 import pytest
 import yaml
-from chart import CHART, CI_VALUES, CPU, TRAINER, Yaml12Loader, helm_template, merged, refusal, render
+from chart import CHART, CI_VALUES, CPU, QUEUE, TRAINER, Yaml12Loader, helm_template, merged, refusal, render
 
 SCHEMA = generate_schema.build_schema()
 DEFAULTS = yaml.safe_load((CHART / "values.yaml").read_text())
@@ -114,9 +114,10 @@ def umbrella(tmp_path):
     return tmp_path
 
 
-def test_it_renders_the_same_inside_another_chart(umbrella):
-    inside = render({"ray-finetune": {**CPU, "enabled": True}}, chart=umbrella)
-    assert inside == render(CPU)
+@pytest.mark.parametrize("values", [CPU, merged(CPU, QUEUE)], ids=["a run", "a run with a queue"])
+def test_it_renders_the_same_inside_another_chart(umbrella, values):
+    inside = render({"ray-finetune": {**values, "enabled": True}}, chart=umbrella)
+    assert inside == render(values)
 
 
 def test_the_other_charts_condition_switches_it_off(umbrella):
