@@ -14,12 +14,11 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable
-from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
-from trainer.config import InputError, RunError, RunFile, TrainerConfig
-from trainer.progress import Progress
+from trainer.config import InputError, RunError, RunFile
+from trainer.progress import Progress, show_sequences
 from trainer.storage import Storage, check_writable, open_storage
 
 EXIT_CODES = {"complete": 0, "refused": 2, "failed": 1, "interrupted": 75}
@@ -75,10 +74,14 @@ def write_outcome(storage: Storage, outcome: str, cause: str | None, step: int) 
 # ---- before any worker ----
 
 
-def prepare(run: RunFile, storage: Storage, say: Callable[[str], None]) -> None:
-    """Checks model and data, and leaves the tokenised rows in the run's folder; InputError says what cannot work."""
-    from trainer.data import Plan, Tokens, end_of_turn, num_supervised, prompts, tokenize
-    from trainer.model import check_model, fetch_model, load_tokenizer, quiet_transformers
+def prepare(run: RunFile, storage: Storage, say: Callable[[str], None]) -> tuple[Any, Any, Any]:
+    """Checks model and data, and pins in the run's folder what it trains on; InputError says what cannot work.
+
+    Returns the rows, the plan of steps and the tokenizer.
+    """
+    from trainer.inputs import describe_plan, resolve
+    from trainer.model import check_model, quiet_transformers
+    from trainer.packing import Plan
 
     quiet_transformers()
     config = run.trainer
@@ -87,44 +90,12 @@ def prepare(run: RunFile, storage: Storage, say: Callable[[str], None]) -> None:
             f"batch.sequences: {config.batch.sequences} sequences a step leave {idle} of {run.hardware.workers} workers idle"
         )
         raise InputError(f"{sequences}; write at least {run.hardware.workers}, or take fewer workers")
-    folder = fetch_model(config, weights=False)
-    tokenizer = load_tokenizer(folder)
+    folder, tokenizer, sets = resolve(config, storage, say)
     check_model(folder, tokenizer, config)
-    train = tokenize(config.data.train, tokenizer, config)
-    parts: dict[str, Tokens] = {"train": train}
-    if config.data.eval:
-        parts["eval"] = tokenize(config.data.eval, tokenizer, config)
-    plan = Plan(train, config)
-    facts = {
-        "sha256": {
-            name: sha256(tokens.ids.tobytes() + tokens.supervised.tobytes() + tokens.offsets.tobytes()).hexdigest()
-            for name, tokens in parts.items()
-        },
-        "end_of_turn": end_of_turn(train, tokenizer.all_special_ids),
-        "prompts": prompts(config.data.eval, config, config.evaluate.prompts) if config.data.eval else [],
-    }
-    _refuse_changed(storage, facts, config)
-    for name, tokens in parts.items():
-        storage.write(f"data/{name}.npz", tokens.to_bytes())
-    storage.write("data/facts.json", json.dumps(facts, indent=1).encode())
     storage.write("run.json", run.model_dump_json(indent=1).encode())
-    first = plan.epoch_packs(0)
-    full = train.lengths.sum() / (len(first) * config.data.sequence_length)
-    say(
-        f"{len(train.lengths):,} rows, {train.lengths.sum():,} tokens, {num_supervised(train, first):,} of them supervised; "
-        f"{len(first):,} sequences, {full:.1%} full; {plan.num_steps:,} steps"
-    )
-
-
-def _refuse_changed(storage: Storage, facts: dict[str, Any], config: TrainerConfig) -> None:
-    try:
-        before = json.loads(storage.read("data/facts.json"))["sha256"]
-    except FileNotFoundError:
-        return
-    for name, digest in facts["sha256"].items():
-        if before.get(name) != digest:
-            path = getattr(config.data, name)
-            raise InputError(f"data.{name}: {path} has changed since this run began; set data.version to start a new run")
+    plan = Plan(sets.train, config)
+    say(describe_plan(sets, plan))
+    return sets, plan, tokenizer
 
 
 # ---- questions from outside ----
@@ -136,7 +107,8 @@ def preflight(run: RunFile) -> None:
     if complete_at is not None:
         print(f"{run.uri} is complete (step {complete_at})")
         return
-    prepare(run, storage, print)
+    sets, plan, tokenizer = prepare(run, storage, print)
+    show_sequences(sets.train, plan, tokenizer)
     print(f"ready: {run.uri}")
 
 
@@ -190,9 +162,12 @@ def _train_here(run: RunFile, storage: Storage, progress: Progress) -> str:
     from trainer.parallel import join_world
     from trainer.train import train
 
+    def check() -> None:
+        prepare(run, storage, progress.say)
+
     stop = _stop_on_signals(progress)
     with join_world(stop.is_set) as world:
-        world.main_first(lambda: prepare(run, storage, progress.say))
+        world.main_first(check)
         return train(run, world, progress.row)
 
 

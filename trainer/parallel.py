@@ -103,7 +103,7 @@ def shard(model: Any, world: World, dtype: torch.dtype) -> Any:
         if type(module).__name__ in (model._no_split_modules or ()):
             fully_shard(module, mesh=world.mesh, mp_policy=policy, reshard_after_forward=reshard)
     fully_shard(model, mesh=world.mesh, mp_policy=policy)
-    for method in ("supervised_loss", "plain_logits"):
+    for method in ("supervised_loss", "supervised_scores", "plain_logits"):
         register_fsdp_forward_method(model, method)
     materialize(model, world.device)
     return model

@@ -1,5 +1,6 @@
 """What a run shows in a terminal: one line in place on a TTY, one line a logged step elsewhere."""
 
+import itertools
 import os
 import sys
 from typing import Any
@@ -49,11 +50,11 @@ class Progress:
     def _evaluated(self, row: dict[str, Any]) -> None:
         if self.before is None:
             self.before = row
-            return self.say(f"held-out loss before training {row['eval_loss']:.3f}")
-        self.say(f"held-out loss {row['eval_loss']:.3f} (before: {self.before['eval_loss']:.3f})")
-        before = {sample["messages"][-1]["content"]: sample["answer"] for sample in self.before.get("samples", [])}
+            return self.say(f"held-out before training: {_held_out(row)}")
+        self.say(f"held-out: {_held_out(row)} (loss before: {self.before['eval_loss']:.3f})")
+        before = {question_of(sample): sample["answer"] for sample in self.before.get("samples", [])}
         for sample in row.get("samples", []):
-            question = sample["messages"][-1]["content"]
+            question = question_of(sample)
             self.say(f"  {question}\n    before: {before.get(question, '(not asked)')}\n    after:  {sample['answer']}")
         return None
 
@@ -80,6 +81,44 @@ class Progress:
     def _clear(self) -> None:
         if self.console.is_terminal and self.shown:
             self.console.file.write("\r\x1b[2K")
+
+
+def _held_out(row: dict[str, Any]) -> str:
+    figures = f"loss {row['eval_loss']:.3f}, perplexity {row['eval_perplexity']:,.2f}, {row['eval_accuracy']:.1%} of tokens right"
+    sets = [
+        f"{key[5:-5]} {value:.3f}"
+        for key, value in row.items()
+        if key.startswith("eval_") and key.endswith("_loss") and key != "eval_loss"
+    ]
+    return figures + (f" ({', '.join(sets)})" if sets else "")
+
+
+def question_of(sample: dict[str, Any]) -> str:
+    """What a sample asks, as a person reads it: the last message before the answer, or the prompt."""
+    return sample["messages"][-1]["content"] if "messages" in sample else sample["prompt"]
+
+
+def show_sequences(tokens: Any, plan: Any, tokenizer: Any, count: int = 3) -> None:
+    """Prints the first rows that training will see as text, what is supervised in colour, or in brackets without colours."""
+    console = Console(highlight=False, soft_wrap=True)
+    rows = [row for rows in plan.step_packs(1) for row in rows][:count]
+    for row in rows:
+        ids, supervised = tokens[row]
+        place = f"row {row}: {len(ids):,} tokens, {int(supervised.sum()):,} supervised"
+        console.print(f"\n{place}", style="bold", markup=False)
+        for start, stop, on in _runs(supervised):
+            text = tokenizer.decode(ids[start:stop])
+            if console.is_terminal and not console.no_color:
+                console.print(text, style="black on green" if on else "dim", end="", markup=False)
+            else:
+                console.print(f"[[{text}]]" if on else text, end="", markup=False)
+        console.print()
+
+
+def _runs(mask: Any) -> list[tuple[int, int, bool]]:
+    """(start, stop, value) of each stretch of equal values."""
+    edges = [0, *(i for i in range(1, len(mask)) if mask[i] != mask[i - 1]), len(mask)]
+    return [(start, stop, bool(mask[start])) for start, stop in itertools.pairwise(edges)]
 
 
 def clock(seconds: float) -> str:

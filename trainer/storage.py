@@ -7,6 +7,7 @@ parallel parts. Keys are `/`-separated and relative to the folder.
 
 import contextlib
 import errno
+import hashlib
 import os
 import shutil
 import stat
@@ -37,6 +38,10 @@ class Storage(Protocol):
 
     def open(self, key: str) -> BinaryIO:
         """A seekable stream for reading."""
+        ...
+
+    def version(self, key: str) -> str:
+        """A text that is another one once the content is: a SHA-256, or an ETag."""
         ...
 
     def upload(self, source: Path, key: str) -> None:
@@ -120,6 +125,10 @@ class LocalStorage:
     def open(self, key: str) -> BinaryIO:
         return (self.root / key).open("rb")
 
+    def version(self, key: str) -> str:
+        with (self.root / key).open("rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+
     def upload(self, source: Path, key: str) -> None:
         target = self.root / key
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -193,11 +202,15 @@ class S3Storage:
         try:
             self.client.download_fileobj(self.bucket, self._key(key), file)
         except self.client.exceptions.ClientError as error:
-            if error.response["Error"]["Code"] in ("404", "NoSuchKey"):
-                raise FileNotFoundError(errno.ENOENT, "No such object", f"{self.uri}/{key}") from None
-            raise
+            raise _missing(error, f"{self.uri}/{key}") from None
         file.seek(0)
         return file  # pyright: ignore[reportReturnType]
+
+    def version(self, key: str) -> str:
+        try:
+            return self.client.head_object(Bucket=self.bucket, Key=self._key(key))["ETag"].strip('"')
+        except self.client.exceptions.ClientError as error:
+            raise _missing(error, f"{self.uri}/{key}") from None
 
     def upload(self, source: Path, key: str) -> None:
         self.client.upload_file(str(source), self.bucket, self._key(key))
@@ -205,3 +218,9 @@ class S3Storage:
     def download(self, key: str, target: Path) -> None:
         target.parent.mkdir(parents=True, exist_ok=True)
         self.client.download_file(self.bucket, self._key(key), str(target))
+
+
+def _missing(error: Any, uri: str) -> Exception:
+    """The FileNotFoundError that an S3 error means, or the error itself."""
+    gone = error.response["Error"]["Code"] in ("404", "NoSuchKey")
+    return FileNotFoundError(errno.ENOENT, "No such object", uri) if gone else error

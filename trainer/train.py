@@ -3,7 +3,6 @@
 The same function runs under Ray Train, under torchrun and as one process; who started it is behind `World`.
 """
 
-import json
 import math
 from collections.abc import Callable
 from typing import Any, Literal
@@ -13,12 +12,14 @@ import torch
 
 from trainer.checkpoint import Checkpoints
 from trainer.config import RunError, RunFile, TrainerConfig
-from trainer.data import MicroBatch, Plan, Tokens, epoch_zero, micro_batches, num_supervised, num_tokens
+from trainer.inputs import Sets, load_sets, read_inputs
 from trainer.metrics import Journal, Meter
 from trainer.model import answer, build_model, check_head, choose_attention, export, fetch_model, load_pretrained, load_tokenizer
 from trainer.optim import build_optimizer, clip_gradients, learning_rate, set_learning_rate
+from trainer.packing import MicroBatch, Plan, micro_batches, num_tokens, pack, total_weight
 from trainer.parallel import World, compute_type, free_gathered, shard
-from trainer.storage import Storage, open_storage
+from trainer.storage import open_storage
+from trainer.tokens import Tokens
 
 Ending = Literal["complete", "interrupted"]
 
@@ -27,9 +28,11 @@ def train(run: RunFile, world: World, report: Callable[[dict[str, Any]], None]) 
     """Trains until the run's end or until someone asks to stop; `report` is told of every row of metrics.jsonl."""
     config = run.trainer
     storage = open_storage(run.uri, config.storage)
-    folder = fetch_model(config, weights=True)
-    tokens = Tokens.from_bytes(storage.read("data/train.npz"))
-    plan = Plan(tokens, config)
+    inputs = read_inputs(storage)
+    assert inputs is not None, "the driver writes inputs.json before any worker starts"
+    folder = fetch_model(config, weights=True, revision=inputs.model_revision)
+    sets = load_sets(config, inputs)
+    plan = Plan(sets.train, config)
 
     model = build_model(folder, config, choose_attention(config, world.device))
     model = shard(model, world, compute_type(config, world.device))
@@ -42,7 +45,7 @@ def train(run: RunFile, world: World, report: Callable[[dict[str, Any]], None]) 
         free_gathered(model)
 
     journal = Journal(storage, step)
-    held_out = HeldOut(config, storage, folder, world)
+    held_out = HeldOut(config, sets, folder, world)
 
     def record(row: dict[str, Any]) -> None:
         if world.is_main:
@@ -63,12 +66,12 @@ def train(run: RunFile, world: World, report: Callable[[dict[str, Any]], None]) 
     stopping = False
     while step < plan.num_steps and not stopping:
         step += 1
-        packs = [plan.rows(number) for number in plan.step_packs(step)]
+        packs = plan.step_packs(step)
         lr = learning_rate(step, plan.num_steps, config.optim.lr, config.schedule)
         set_learning_rate(optimizer, lr)
         torch.manual_seed(config.seed + step * world.size + world.rank)  # dropout, where a model has it
-        loss, norm = train_step(step, model, optimizer, tokens, packs, config, world)
-        meter.step(num_tokens(tokens, packs))
+        loss, norm = train_step(step, model, optimizer, sets.train, packs, config, world)
+        meter.step(num_tokens(sets.train, packs))
 
         stopping = world.stopping()
         last = stopping or step == plan.num_steps
@@ -88,7 +91,7 @@ def train(run: RunFile, world: World, report: Callable[[dict[str, Any]], None]) 
     if step < plan.num_steps:
         return "interrupted"
     measure(samples=True)
-    export(model, folder, storage, held_out.end_of_turn, world)
+    export(model, folder, config, storage, sets.end_of_turn, world)
     if world.is_main:
         journal.flush()
     return "complete"
@@ -105,12 +108,12 @@ def train_step(
 ) -> tuple[torch.Tensor, float]:
     """One optimiser step over all packs; returns this rank's part of the loss and the gradient's norm before clipping.
 
-    The loss is a sum over tokens divided by the supervised tokens of the whole step, so that neither accumulation nor
-    the number of workers changes it. FSDP averages gradients over ranks; the factor `world.size` undoes that.
+    The loss is a weighted sum over tokens divided by the weights of the whole step, so that neither accumulation nor the
+    number of workers changes it. FSDP averages gradients over ranks; the factor `world.size` undoes that.
     """
     optimizer.zero_grad(set_to_none=True)
     total = torch.zeros((), device=world.device)
-    weight = 1 / num_supervised(tokens, packs)
+    weight = 1 / total_weight(tokens, packs)
     for batch in micro_batches(tokens, packs, config, world.rank, world.size):
         loss = batch_loss(model, batch, world) * weight
         (loss * world.size).backward()
@@ -121,9 +124,9 @@ def train_step(
 
 
 def batch_loss(model: Any, batch: MicroBatch, world: World) -> torch.Tensor:
-    """Sum of the losses of a micro-batch's supervised tokens."""
-    move = [tensor.to(world.device, non_blocking=True) for tensor in (batch.input_ids, batch.position_ids, batch.labels)]
-    return model.supervised_loss(*move)
+    """Weighted sum of the losses of a micro-batch's supervised tokens."""
+    tensors = (batch.input_ids, batch.position_ids, batch.labels, batch.weights)
+    return model.supervised_loss(*(tensor.to(world.device, non_blocking=True) for tensor in tensors))
 
 
 def finite(step: int, what: str, value: float) -> float:
@@ -136,30 +139,42 @@ def finite(step: int, what: str, value: float) -> float:
 class HeldOut:
     """What is measured on rows that are not trained on; without such rows, nothing."""
 
-    def __init__(self, config: TrainerConfig, storage: Storage, folder: Any, world: World):
-        self.config, self.world = config, world
-        self.tokens = Tokens.from_bytes(storage.read("data/eval.npz")) if config.data.eval else None
-        facts = json.loads(storage.read("data/facts.json"))
-        self.prompts, self.end_of_turn = facts["prompts"], facts["end_of_turn"]
-        self.tokenizer = load_tokenizer(folder) if self.prompts else None
+    def __init__(self, config: TrainerConfig, sets: Sets, folder: Any, world: World):
+        self.config, self.sets, self.world = config, sets, world
+        self.tokenizer = load_tokenizer(folder, config) if sets.samples else None
 
     @torch.no_grad()
     def measure(self, model: Any, samples: bool) -> dict[str, Any]:
-        """Mean loss over exactly the supervised tokens, each once, and answers to the prompts. A collective."""
-        if self.tokens is None:
+        """Loss, perplexity and token accuracy of each set, and answers to the samples. A collective."""
+        if not self.sets.held_out:
             return {}
         model.eval()
-        packs = epoch_zero(self.tokens, self.config)
-        total = torch.zeros((), dtype=torch.float64, device=self.world.device)
-        for batch in micro_batches(self.tokens, packs, self.config, self.world.rank, self.world.size):
-            total += batch_loss(model, batch, self.world)
-        row: dict[str, Any] = {"eval_loss": self.world.sum(total.item())[0] / num_supervised(self.tokens, packs)}
+        scores = {name: self._score(model, tokens) for name, tokens in self.sets.held_out.items()}
+        row = _figures("eval", sum(scores.values(), torch.zeros(3, dtype=torch.float64)))
+        if len(scores) > 1:
+            for name, score in scores.items():
+                row |= _figures(f"eval_{name}", score)
         if samples:
-            row["samples"] = [prompt | {"answer": self._answer(model, prompt)} for prompt in self.prompts]
+            row["samples"] = [sample | {"answer": self._answer(model, sample)} for sample in self.sets.samples]
         model.train()
         free_gathered(model)
         return row
 
-    def _answer(self, model: Any, prompt: dict[str, Any]) -> str:
+    def _score(self, model: Any, tokens: Tokens) -> torch.Tensor:
+        """float64 [3]: loss summed over exactly the supervised tokens, each once; how many are right; how many there are."""
+        packs = pack(tokens.lengths, self.config.data.sequence_length, np.arange(len(tokens)))
+        total = torch.zeros(2, dtype=torch.float64, device=self.world.device)
+        for batch in micro_batches(tokens, packs, self.config, self.world.rank, self.world.size):
+            tensors = (batch.input_ids, batch.position_ids, batch.labels)
+            total += model.supervised_scores(*(tensor.to(self.world.device, non_blocking=True) for tensor in tensors))
+        return torch.tensor([*self.world.sum(*total.tolist()), float(tokens.labels.sum())], dtype=torch.float64)
+
+    def _answer(self, model: Any, sample: dict[str, Any]) -> str:
         length = self.config.evaluate.max_new_tokens
-        return answer(model, self.tokenizer, prompt["messages"], length, self.end_of_turn, self.world.device)
+        return answer(model, self.tokenizer, sample, length, self.sets.end_of_turn, self.world.device)
+
+
+def _figures(prefix: str, score: torch.Tensor) -> dict[str, Any]:
+    loss, right, count = score.tolist()
+    mean = loss / count
+    return {f"{prefix}_loss": mean, f"{prefix}_perplexity": math.exp(min(mean, 700)), f"{prefix}_accuracy": right / count}
