@@ -58,7 +58,7 @@ def main(examples: int) -> None:
     for name, (passed, unusable) in found.items():
         print(
             f"{passed:6,} {name.removeprefix('test_').replace('_', ' ')}"
-            + (f" ({unusable:,} more were refused by a sentence)" if unusable else "")
+            + (f" ({unusable:,} more were drawn that say nothing here)" if unusable else "")
         )
     if not found:
         sys.exit("no property test was counted: hypothesis' report reads otherwise than before")
