@@ -17,8 +17,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from rich.console import Console
+
 from trainer.config import InputError, RunError, RunFile
-from trainer.progress import Progress, show_sequences
+from trainer.progress import Progress, show_rows
 from trainer.storage import Storage, check_writable, open_storage
 
 EXIT_CODES = {"complete": 0, "refused": 2, "failed": 1, "interrupted": 75}
@@ -108,7 +110,7 @@ def preflight(run: RunFile) -> None:
         print(f"{run.uri} is complete (step {complete_at})")
         return
     sets, plan, tokenizer = prepare(run, storage, print)
-    show_sequences(sets.train, plan, tokenizer)
+    show_rows(sets, plan, tokenizer, Console(highlight=False, soft_wrap=True))
     print(f"ready: {run.uri}")
 
 

@@ -57,6 +57,7 @@ class Sets:
     held_out: dict[str, Tokens]
     samples: list[dict[str, Any]]
     end_of_turn: int | None
+    files: list[str]  # names of the training rows' files
 
 
 def read_inputs(storage: Storage) -> Inputs | None:
@@ -99,7 +100,7 @@ def load_sets(config: TrainerConfig, inputs: Inputs) -> Sets:
         samples = [sample for sample in indexes["train"].samples if held_out[sample["row"]]]
         tokens = {"eval": train.select(np.flatnonzero(held_out))}
         train = train.select(np.flatnonzero(~held_out))
-    return Sets(train, tokens, samples[: config.evaluate.prompts], indexes["train"].end_of_turn)
+    return Sets(train, tokens, samples[: config.evaluate.prompts], indexes["train"].end_of_turn, indexes["train"].files)
 
 
 def _configured(config: TrainerConfig) -> dict[str, list[SourceConfig]]:

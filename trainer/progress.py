@@ -6,6 +6,7 @@ import sys
 from typing import Any
 
 from rich.console import Console
+from rich.text import Text
 
 
 class _Console(Console):
@@ -98,21 +99,19 @@ def question_of(sample: dict[str, Any]) -> str:
     return sample["messages"][-1]["content"] if "messages" in sample else sample["prompt"]
 
 
-def show_sequences(tokens: Any, plan: Any, tokenizer: Any, count: int = 3) -> None:
-    """Prints the first rows that training will see as text, what is supervised in colour, or in brackets without colours."""
-    console = Console(highlight=False, soft_wrap=True)
-    rows = [row for rows in plan.step_packs(1) for row in rows][:count]
+def show_rows(sets: Any, plan: Any, tokenizer: Any, console: Console, count: int = 3) -> None:
+    """Prints the first rows that training will see as text: what is learnt on green, or in brackets without colours."""
+    rows = [row for pack in plan.step_packs(1) for row in pack][:count]
     for row in rows:
-        ids, supervised = tokens[row]
-        place = f"row {row}: {len(ids):,} tokens, {int(supervised.sum()):,} supervised"
-        console.print(f"\n{place}", style="bold", markup=False)
+        ids, supervised = sets.train[row]
+        place = f"{sets.files[sets.train.files[row]]}:{sets.train.lines[row]}"
+        text = Text(f"{place}: {len(ids):,} tokens, {int(supervised.sum()):,} of them supervised\n", "bold")
         for start, stop, on in _runs(supervised):
-            text = tokenizer.decode(ids[start:stop])
-            if console.is_terminal and not console.no_color:
-                console.print(text, style="black on green" if on else "dim", end="", markup=False)
-            else:
-                console.print(f"[[{text}]]" if on else text, end="", markup=False)
-        console.print()
+            part = tokenizer.decode(ids[start:stop])
+            colours = console.is_terminal and not console.no_color
+            text.append(f"[[{part}]]" if on and not colours else part, "not bold white on dark_green" if on else "not bold dim")
+        text.rstrip()
+        console.print(text, "", sep="\n")
 
 
 def _runs(mask: Any) -> list[tuple[int, int, bool]]:

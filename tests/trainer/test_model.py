@@ -102,7 +102,8 @@ def test_added_tokens_grow_the_embeddings_and_are_exported_with_the_template(tmp
     tokenizer: Any = AutoTokenizer.from_pretrained(exported)
     assert tokenizer.chat_template == values["data"]["chat_template"]
     assert tokenizer.eos_token == "<|extra_7|>"
-    model, facts = AutoModelForCausalLM.from_pretrained(exported, output_loading_info=True)
+    loaded: Any = AutoModelForCausalLM.from_pretrained(exported, output_loading_info=True)
+    model, facts = loaded
     assert not facts["missing_keys"] and not facts["mismatched_keys"]
     before = load_file(tmp_path / "model" / "model.safetensors")["model.embed_tokens.weight"]
     grown = model.get_input_embeddings().weight

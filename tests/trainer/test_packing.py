@@ -48,8 +48,8 @@ def test_an_epoch_sees_each_source_as_often_as_its_weight_says() -> None:
         assert counts[10:17].sum() in (3, 4)
         assert set(counts[17:]) == {2, 3}
         assert counts[17:].sum() == 12
-    assert sum(epochs[:2])[10:17].tolist() == [1] * 7
-    assert sum(epochs)[17:].tolist() == [12] * 5
+    assert np.sum(epochs[:2], 0)[10:17].tolist() == [1] * 7
+    assert np.sum(epochs, 0)[17:].tolist() == [12] * 5
 
 
 def test_the_order_changes_with_the_epoch_and_the_seed_and_with_nothing_else(tmp_path: Path) -> None:
