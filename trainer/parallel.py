@@ -3,7 +3,7 @@
 import contextlib
 import os
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -28,6 +28,7 @@ class World:
     device: torch.device
     mesh: DeviceMesh
     stop_asked: Callable[[], bool]
+    on_leave: list[Callable[[], None]] = field(default_factory=list)  # called when this process leaves, however it does
     _flag: torch.Tensor | None = None
 
     @property
@@ -77,10 +78,13 @@ def join_world(stop_asked: Callable[[], bool]) -> Iterator[World]:
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
         alone = {} if "RANK" in os.environ else {"store": HashStore(), "rank": 0, "world_size": 1}
         dist.init_process_group(backend, **alone)
+    size = dist.get_world_size()
+    world = World(dist.get_rank(), size, device, init_device_mesh(device.type, (size,)), stop_asked)
     try:
-        size = dist.get_world_size()
-        yield World(dist.get_rank(), size, device, init_device_mesh(device.type, (size,)), stop_asked)
+        yield world
     finally:
+        for leave in world.on_leave:
+            leave()
         if own:
             dist.destroy_process_group()
 

@@ -4,6 +4,7 @@
 the same row gives the same tokens whatever its framing.
 """
 
+import contextlib
 import fnmatch
 import glob
 import json
@@ -150,17 +151,22 @@ class Source:
             else:
                 yield from _line_pieces(file.name, _decompressed(stream, compression), number)
 
-    def _open(self, file: DataFile) -> IO[bytes]:
+    @contextlib.contextmanager
+    def _open(self, file: DataFile) -> Iterator[IO[bytes]]:
         name = file.name
-        if name.startswith("s3://"):
-            folder, _, key = name.rpartition("/")
-            return open_storage(folder, self.storage).open(key)
         if name.startswith("hf://"):
             from huggingface_hub import hf_hub_download
 
             inside = name.partition("@")[2].partition("/")[2]
             name = hf_hub_download(self.config.path, inside, repo_type="dataset", revision=self.revision)
-        return open(name, "rb")
+        folder, _, key = name.rpartition("/")
+        storage = (
+            open_storage(folder, self.storage)
+            if name.startswith("s3://")
+            else LocalStorage(folder or ("/" if name.startswith("/") else "."))
+        )
+        with storage.local_copy(key) as path, path.open("rb") as stream:
+            yield stream
 
 
 def _format(name: str) -> tuple[str | None, str | None]:

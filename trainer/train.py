@@ -37,8 +37,8 @@ def train(run: RunFile, world: World, report: Callable[[dict[str, Any]], None]) 
     model = build_model(folder, config, choose_attention(config, world.device))
     model = shard(model, world, compute_type(config, world.device))
     optimizer = build_optimizer(model, config.optim)
-    checkpoints = Checkpoints(storage, config.checkpoint.keep, world)
-    step = checkpoints.restore(model, optimizer)
+    checkpoints = Checkpoints(storage, config.checkpoint.keep, world, model, optimizer)
+    step = checkpoints.restore()
     if step == 0:
         load_pretrained(model, folder)
         check_head(model, world.device)
@@ -81,7 +81,7 @@ def train(run: RunFile, world: World, report: Callable[[dict[str, Any]], None]) 
         if saving:
             if world.is_main:
                 journal.flush()
-            checkpoints.save(step, model, optimizer)
+            checkpoints.save(step)
             meter.pause()
         every = config.evaluate.every_steps
         if every and step % every == 0 and not last:
@@ -89,8 +89,10 @@ def train(run: RunFile, world: World, report: Callable[[dict[str, Any]], None]) 
             meter.pause()
 
     if step < plan.num_steps:
+        checkpoints.finish()
         return "interrupted"
     measure(samples=True)
+    checkpoints.finish()
     export(model, folder, config, storage, sets.end_of_turn, world)
     if world.is_main:
         journal.flush()
