@@ -105,6 +105,11 @@ class Checkpoints:
             attempt += 1
         return attempt
 
+    def check_newest(self) -> None:
+        """RunError where the run has a newer attempt: what this one would write there is not wanted any more."""
+        if f"attempts/{self.attempt + 1:04d}" in self.storage.list("attempts"):
+            raise RunError("a newer attempt goes on with this run; this one, which had fallen silent, leaves it alone")
+
     # ---- saving ----
 
     def save(self, step: int) -> None:
@@ -185,6 +190,7 @@ class Checkpoints:
         }
         if failed := [part["error"] for part in parts.values() if "error" in part]:
             raise OSError(failed[0])
+        self.check_newest()
         manifest = {
             "step": step,
             "attempt": self.attempt,

@@ -285,9 +285,14 @@ class TrainerConfig(Settings):
     max_failures: int = Field(default=3, ge=1)
     """Worker failures that are mended by starting the workers again from the last checkpoint; one more ends the run."""
 
+    takeover: bool = False
+    """Take the run over from another Helm release that holds it, which then saves and leaves."""
+
     def fingerprint(self) -> str:
         """Eight hex digits over the settings that change the result, defaults resolved; not cadence, place or hardware."""
-        result = self.model_dump(exclude={"name", "storage", "checkpoint", "log_every_steps", "max_failures", "evaluate"})
+        result = self.model_dump(
+            exclude={"name", "storage", "checkpoint", "log_every_steps", "max_failures", "evaluate", "takeover"}
+        )
         del result["batch"]["micro_batch"], result["attention"]
         result["order_version"] = ORDER_VERSION
         return hashlib.sha256(json.dumps(result, sort_keys=True).encode()).hexdigest()[:8]

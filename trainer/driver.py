@@ -20,35 +20,56 @@ from typing import Any
 from rich.console import Console
 
 from trainer.config import InputError, RunError, RunFile
+from trainer.ownership import Ownership
 from trainer.progress import Progress, show_rows
 from trainer.storage import Storage, check_writable, open_storage
 
+STOPPED_SECONDS = 30  # more than Ray takes to stop a job
 EXIT_CODES = {"complete": 0, "refused": 2, "failed": 1, "interrupted": 75}
 
 
 def drive(run: RunFile) -> int:
     """Runs `run` from where it is to its end and returns the exit code."""
-    storage, complete_at = open_run(run)
-    if complete_at is not None:
-        print(f"{run.uri} is complete (step {complete_at}); change a setting to train another")
-        return EXIT_CODES["complete"]
     progress = Progress(run.uri)
+    stop = threading.Event()
+    _stop_on_signals(stop, progress)
     try:
-        ending = launch(run, storage, progress)
-    except Exception as error:
-        if not progress.silent:
-            how = "refused" if isinstance(error, InputError) else "failed"
-            write_outcome(storage, how, str(error).strip().rpartition("\n")[2], progress.step)
+        storage, complete_at = open_run(run)
+        if complete_at is not None:
+            print(f"{run.uri} is complete (step {complete_at}); change a setting to train another")
+            return EXIT_CODES["complete"]
+        ownership = Ownership(storage, run, stop.set)
+        if not progress.silent and not ownership.acquire(progress.say, stop):
+            return EXIT_CODES["interrupted"]
+        ending = _run_held(run, storage, progress, stop, ownership)
+    except InputError:
+        stop_own_job()
         raise
-    finally:
-        progress.close()
-    if not progress.silent:
+    if ownership.handed_over:
+        stop_own_job()
+    return EXIT_CODES[ending]
+
+
+def _run_held(run: RunFile, storage: Storage, progress: Progress, stop: threading.Event, ownership: Ownership) -> str:
+    """Launches a run that this driver holds, writes down how it ended, and lets it go."""
+    cause: Exception | None = None
+    try:
+        refuse_failed_twice(run, storage)
+        ending = launch(run, storage, progress, stop, ownership)
+    except Exception as error:
+        ending, cause = "refused" if isinstance(error, InputError) else "failed", error
+    progress.close()
+    if not progress.silent and not ownership.lost.is_set():
         from trainer.report import write_report
 
-        write_outcome(storage, ending, None, progress.step)
-        write_report(run, storage)
-        progress.ended(ending)
-    return EXIT_CODES[ending]
+        write_outcome(run, storage, ending, str(cause).strip().rpartition("\n")[2] if cause else None, progress.step)
+        if cause is None:
+            write_report(run, storage)
+            progress.ended(ending)
+        ownership.release()
+    if cause:
+        raise cause
+    return ending
 
 
 def open_run(run: RunFile) -> tuple[Storage, int | None]:
@@ -68,9 +89,36 @@ def read_outcome(storage: Storage) -> dict[str, Any] | None:
     return None if outcome["outcome"] == "complete" and "model/config.json" not in storage.list("model") else outcome
 
 
-def write_outcome(storage: Storage, outcome: str, cause: str | None, step: int) -> None:
-    value = {"outcome": outcome, "cause": cause, "step": step, "time": time.time()}
-    storage.write("outcome.json", json.dumps(value, indent=1).encode())
+def write_outcome(run: RunFile, storage: Storage, outcome: str, cause: str | None, step: int) -> None:
+    """Says how the run ended, and how often in a row it has failed so: by this cause, at this step, on this hardware."""
+    value = {"outcome": outcome, "cause": cause, "step": step, "hardware": run.hardware.model_dump(), "times": 1}
+    before = read_outcome(storage) or {}
+    if outcome == "failed" and all(before.get(key) == value[key] for key in ("outcome", "cause", "step", "hardware")):
+        value["times"] = before.get("times", 1) + 1
+    storage.write("outcome.json", json.dumps(value | {"time": time.time()}, indent=1).encode())
+
+
+def refuse_failed_twice(run: RunFile, storage: Storage) -> None:
+    """InputError where a release's run has failed twice in the same way, on the same hardware: KubeRay would go on trying."""
+    before = read_outcome(storage)
+    if run.release and before and before.get("times", 1) > 1 and before["hardware"] == run.hardware.model_dump():
+        where = f"failed twice in the same way at step {before['step']} ({before['cause']})"
+        raise InputError(f"{run.uri}: {where}; mend the cause and delete outcome.json there, or change the hardware")
+
+
+def stop_own_job() -> None:
+    """Where this is the driver of a submitted Ray job, has Ray stop it: KubeRay retries a failed job, but no stopped one."""
+    job = json.loads(os.environ.get("RAY_JOB_CONFIG_JSON_ENV_VAR", "{}")).get("metadata", {}).get("job_submission_id")
+    if job is None:
+        return
+    from ray.job_submission import JobSubmissionClient
+
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # which is how Ray stops it
+    try:
+        JobSubmissionClient("http://127.0.0.1:8265").stop_job(job)
+        time.sleep(STOPPED_SECONDS)
+    except Exception as error:  # the exit code tells the rest
+        print(f"could not stop Ray job {job}: {error}", flush=True)
 
 
 # ---- before any worker ----
@@ -152,28 +200,31 @@ def stop(wait: bool) -> None:
 # ---- workers ----
 
 
-def launch(run: RunFile, storage: Storage, progress: Progress) -> str:
+def launch(run: RunFile, storage: Storage, progress: Progress, stop: threading.Event, ownership: Ownership) -> str:
     """Trains with whatever started us, and returns `complete` or `interrupted`."""
     if "RANK" in os.environ or importlib.util.find_spec("ray") is None:
-        return _train_here(run, storage, progress)
+        return _train_here(run, storage, progress, stop, ownership)
     prepare(run, storage, progress.say)
-    return _train_on_ray(run, progress)
+    return _train_on_ray(run, progress, stop, ownership)
 
 
-def _train_here(run: RunFile, storage: Storage, progress: Progress) -> str:
+def _train_here(run: RunFile, storage: Storage, progress: Progress, stop: threading.Event, ownership: Ownership) -> str:
     from trainer.parallel import join_world
     from trainer.train import train
 
     def check() -> None:
         prepare(run, storage, progress.say)
 
-    stop = _stop_on_signals(progress)
+    def report(row: dict[str, Any]) -> None:
+        ownership.check()
+        progress.row(row)
+
     with join_world(stop.is_set) as world:
         world.main_first(check)
-        return train(run, world, progress.row)
+        return train(run, world, report)
 
 
-def _train_on_ray(run: RunFile, progress: Progress) -> str:
+def _train_on_ray(run: RunFile, progress: Progress, stop: threading.Event, ownership: Ownership) -> str:
     """`fit` blocks, so it runs in a thread; signals reach only the main thread, which passes a stop on to the workers."""
     os.environ.setdefault("RAY_worker_niceness", "0")  # Ray gives way to everything else on a machine otherwise
     os.environ.setdefault("RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S", "1800")  # nodes and images take minutes to come
@@ -193,7 +244,7 @@ def _train_on_ray(run: RunFile, progress: Progress) -> str:
             object_store_memory=memory,
             **quiet,
         )
-    stop = _stop_on_signals(progress)
+    _stop_on_signals(stop, progress)  # again, as ray.init takes the signals for itself
     control: Any = ray.remote(num_cpus=0)(Control).options(name=Control.NAME, max_concurrency=1).remote()
     failure: list[Exception] = []
     thread = threading.Thread(target=_fit, args=(run, failure), daemon=True)
@@ -201,6 +252,7 @@ def _train_on_ray(run: RunFile, progress: Progress) -> str:
         thread.start()
         while thread.is_alive():
             thread.join(0.3)
+            ownership.check()
             rows, begun = ray.get(control.exchange.remote(stop.is_set()))
             for row in rows:
                 progress.row(row)
@@ -317,9 +369,8 @@ class Control:
         return self.how
 
 
-def _stop_on_signals(progress: Progress) -> threading.Event:
-    """An event that SIGTERM or SIGINT sets; a second SIGINT leaves at once, without saving."""
-    stop = threading.Event()
+def _stop_on_signals(stop: threading.Event, progress: Progress) -> None:
+    """SIGTERM and SIGINT set `stop`; a second SIGINT leaves at once, without saving."""
 
     def handle(number: int, _frame: Any) -> None:
         if stop.is_set() and number == signal.SIGINT:
@@ -329,4 +380,3 @@ def _stop_on_signals(progress: Progress) -> threading.Event:
 
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, handle)
-    return stop

@@ -17,6 +17,8 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, Protocol
 
+from filelock import FileLock
+
 from trainer.config import InputError, StorageConfig, refusing
 
 PART_BYTES = 16 * 2**20  # of a file in S3, sent or fetched in parallel by that many connections
@@ -30,8 +32,12 @@ class Storage(Protocol):
 
     def read(self, key: str) -> bytes: ...
 
-    def write(self, key: str, data: bytes | memoryview, if_absent: bool = False) -> bool:
-        """Writes all or nothing; with `if_absent`, leaves an existing key alone and says False."""
+    def read_version(self, key: str) -> tuple[bytes, str]:
+        """The content, and its `version`."""
+        ...
+
+    def write(self, key: str, data: bytes | memoryview, if_absent: bool = False, if_version: str | None = None) -> bool:
+        """Writes all or nothing; says False and writes nothing where a key that shall be absent, or of a version, is not."""
         ...
 
     def list(self, prefix: str = "") -> dict[str, int]:
@@ -90,9 +96,19 @@ class LocalStorage:
     def read(self, key: str) -> bytes:
         return (self.root / key).read_bytes()
 
-    def write(self, key: str, data: bytes | memoryview, if_absent: bool = False) -> bool:
+    def read_version(self, key: str) -> tuple[bytes, str]:
+        data = self.read(key)
+        return data, hashlib.sha256(data).hexdigest()
+
+    def write(self, key: str, data: bytes | memoryview, if_absent: bool = False, if_version: str | None = None) -> bool:
         target = self.root / key
         target.parent.mkdir(parents=True, exist_ok=True)
+        if if_version is not None:
+            with FileLock(target.with_name(f".tmp-{target.name}.lock")):
+                try:
+                    return self.version(key) == if_version and self.write(key, data)
+                except FileNotFoundError:
+                    return False
         with tempfile.NamedTemporaryFile(dir=target.parent, prefix=".tmp-", delete=False) as file:
             file.write(data)
             file.flush()
@@ -181,18 +197,26 @@ class S3Storage:
         except self.client.exceptions.NoSuchKey:
             raise FileNotFoundError(f"{self.uri}/{key}") from None
 
-    def write(self, key: str, data: bytes | memoryview, if_absent: bool = False) -> bool:
+    def read_version(self, key: str) -> tuple[bytes, str]:
+        found = self._get(key)
+        return found["Body"].read(), found["ETag"].strip('"')
+
+    def write(self, key: str, data: bytes | memoryview, if_absent: bool = False, if_version: str | None = None) -> bool:
         from botocore.exceptions import ClientError
 
-        if len(data) > PART_BYTES and not if_absent:
+        condition = {"IfNoneMatch": "*"} if if_absent else {"IfMatch": f'"{if_version}"'} if if_version is not None else {}
+        if len(data) > PART_BYTES and not condition:
             self.client.upload_fileobj(_View(data), self.bucket, self._key(key), Config=self.transfer)
             return True
-        condition = {"IfNoneMatch": "*"} if if_absent else {}
         try:
             self.client.put_object(Bucket=self.bucket, Key=self._key(key), Body=bytes(data), **condition)
         except ClientError as error:
-            # 409: another conditional write to the key is under way, so that one wins.
-            if if_absent and error.response["ResponseMetadata"]["HTTPStatusCode"] in (409, 412):
+            # 409: another conditional write to the key is under way, so that one wins; 404: what should be replaced is gone.
+            if (
+                condition
+                and error.response["ResponseMetadata"]["HTTPStatusCode"] in (404, 409, 412)
+                and _code(error) != "NoSuchBucket"
+            ):
                 return False
             raise
         return True
@@ -256,7 +280,11 @@ class _View(io.RawIOBase):
         return len(part)
 
 
+def _code(error: Any) -> str:
+    return error.response["Error"]["Code"]
+
+
 def _missing(error: Any, uri: str) -> Exception:
     """The FileNotFoundError that an S3 error means, or the error itself."""
-    gone = error.response["Error"]["Code"] in ("404", "NoSuchKey")
+    gone = _code(error) in ("404", "NoSuchKey")
     return FileNotFoundError(errno.ENOENT, "No such object", uri) if gone else error

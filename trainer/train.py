@@ -44,7 +44,7 @@ def train(run: RunFile, world: World, report: Callable[[dict[str, Any]], None]) 
         check_head(model, world.device)
         free_gathered(model)
 
-    journal = Journal(storage, step)
+    journal = Journal(storage, step, checkpoints.check_newest)
     held_out = HeldOut(config, sets, folder, world)
 
     def record(row: dict[str, Any]) -> None:
@@ -93,6 +93,7 @@ def train(run: RunFile, world: World, report: Callable[[dict[str, Any]], None]) 
         return "interrupted"
     measure(samples=True)
     checkpoints.finish()
+    world.main_first(checkpoints.check_newest)
     export(model, folder, config, storage, sets.end_of_turn, world)
     if world.is_main:
         journal.flush()
