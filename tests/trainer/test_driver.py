@@ -6,6 +6,8 @@ import re
 import signal
 import subprocess
 import sys
+import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -327,3 +329,35 @@ def test_other_prompts_after_a_resume_do_not_break_the_end(tmp_path: Path) -> No
         [sys.executable, "-m", "trainer", "train", "--config", str(config)], capture_output=True, text=True, env=ALONE
     )
     assert ended.returncode == 0, ended.stderr
+
+
+@pytest.fixture
+def jobs(tmp_path: Path) -> Iterator[Any]:
+    """A client of a Ray cluster of this machine that takes jobs, as the head of a RayJob does."""
+    import ray
+    from ray.job_submission import JobSubmissionClient
+
+    ray.init(
+        address="local", include_dashboard=True, dashboard_port=8265, num_cpus=2, object_store_memory=2**27, log_to_driver=False
+    )
+    try:
+        yield JobSubmissionClient("http://127.0.0.1:8265")
+    finally:
+        ray.shutdown()
+
+
+def test_a_refused_run_that_is_a_ray_job_ends_as_stopped_which_kuberay_does_not_retry(tmp_path: Path, jobs: Any) -> None:
+    config = write_config(tmp_path)
+    bad_line(tmp_path)
+    job = jobs.submit_job(
+        entrypoint=f"{sys.executable} -m trainer train --config {config}", runtime_env={"env_vars": {"HF_HUB_OFFLINE": "1"}}
+    )
+    deadline = time.monotonic() + 180
+    while not (status := jobs.get_job_status(job)).is_terminal():
+        assert time.monotonic() < deadline
+        time.sleep(0.5)
+    assert status == "STOPPED", jobs.get_job_logs(job)
+    [run] = (tmp_path / "runs").glob("tiny-*")
+    outcome = json.loads((run / "outcome.json").read_text())
+    assert outcome["outcome"] == "refused"
+    assert "train.jsonl:41: not valid JSON" in outcome["cause"]
