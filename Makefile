@@ -50,6 +50,10 @@ test: .venv/.stamp $(addprefix $(BIN)/,helm helm4 helm-unittest kubeconform kube
 chart-cases: .venv/.stamp $(addprefix $(BIN)/,helm helm-unittest) ## Run the chart's unit and property tests and count them: EXAMPLES=1000 of each property
 	@.venv/bin/python tests/chart/count_cases.py $(EXAMPLES)
 
+.PHONY: bench-data
+bench-data: .venv/.stamp .cache/peers/.stamp ## Measure the data part beside TRL and datasets into benchmarks/; QUICK=1 takes a minute
+	@.venv/bin/python tests/bench/data.py $(if $(QUICK),--quick)
+
 .PHONY: lint lint-python lint-yaml lint-shell lint-image lint-workflows lint-chart
 lint: lint-python lint-yaml lint-shell lint-image lint-workflows lint-chart ## Check style, types, scripts, image, workflows and chart
 
@@ -144,6 +148,13 @@ tools: .venv/.stamp $(addprefix $(BIN)/,$(TOOLS)) ## Install everything that the
 	@echo "Installing the Python packages of requirements.lock into .venv"
 	@.venv/bin/uv pip sync --quiet --system-certs --python .venv/bin/python --require-hashes requirements.lock
 	@.venv/bin/uv pip install --quiet --system-certs --python .venv/bin/python --no-deps --no-build-isolation --editable .
+	@touch $@
+
+# TRL, which only the data benchmark measures beside this project, never shares the project's own environment.
+.cache/peers/.stamp: tests/bench/peers.txt | .venv/bin/uv
+	@echo "Installing TRL and datasets into .cache/peers/venv"
+	@.venv/bin/uv venv --quiet --clear --system-certs --python .venv/bin/python .cache/peers/venv
+	@.venv/bin/uv pip sync --quiet --system-certs --python .cache/peers/venv/bin/python tests/bench/peers.txt
 	@touch $@
 
 # $(call go-build,group,package,-X flags): static, without the symbols that only a debugger reads.
