@@ -285,13 +285,16 @@ class TrainerConfig(Settings):
     max_failures: int = Field(default=3, ge=1)
     """Worker failures that are mended by starting the workers again from the last checkpoint; one more ends the run."""
 
+    hang_seconds: int = Field(default=900, ge=10)
+    """Longest time that a step may take, the first one excepted; a worker that exceeds it is started again, with all others."""
+
     takeover: bool = False
     """Take the run over from another Helm release that holds it, which then saves and leaves."""
 
     def fingerprint(self) -> str:
         """Eight hex digits over the settings that change the result, defaults resolved; not cadence, place or hardware."""
         result = self.model_dump(
-            exclude={"name", "storage", "checkpoint", "log_every_steps", "max_failures", "evaluate", "takeover"}
+            exclude={"name", "storage", "checkpoint", "log_every_steps", "max_failures", "evaluate", "takeover", "hang_seconds"}
         )
         del result["batch"]["micro_batch"], result["attention"]
         result["order_version"] = ORDER_VERSION

@@ -24,6 +24,7 @@ from trainer.ownership import Ownership
 from trainer.progress import Progress, show_rows
 from trainer.storage import Storage, check_writable, open_storage
 
+ENDED_SECONDS = 10  # that workers have to leave once one of them has said how the run ends
 STOPPED_SECONDS = 30  # more than Ray takes to stop a job
 EXIT_CODES = {"complete": 0, "refused": 2, "failed": 1, "interrupted": 75}
 
@@ -189,7 +190,7 @@ def stop(wait: bool) -> None:
         control: Any = ray.get_actor(Control.NAME)
         ray.get(control.ask_to_stop.remote())
         print("asked the run to save and leave")
-        while wait and ray.get(control.ending.remote()) == (None, None):
+        while wait and ray.get(control.ending.remote())[0] is None:
             time.sleep(0.5)
     except (ConnectionError, ValueError):
         print("no run is under way here")
@@ -210,7 +211,6 @@ def launch(run: RunFile, storage: Storage, progress: Progress, stop: threading.E
 
 def _train_here(run: RunFile, storage: Storage, progress: Progress, stop: threading.Event, ownership: Ownership) -> str:
     from trainer.parallel import join_world
-    from trainer.train import train
 
     def check() -> None:
         prepare(run, storage, progress.say)
@@ -221,7 +221,7 @@ def _train_here(run: RunFile, storage: Storage, progress: Progress, stop: thread
 
     with join_world(stop.is_set) as world:
         world.main_first(check)
-        return train(run, world, report)
+        return train_or_advise(run, world, report)
 
 
 def _train_on_ray(run: RunFile, progress: Progress, stop: threading.Event, ownership: Ownership) -> str:
@@ -250,10 +250,14 @@ def _train_on_ray(run: RunFile, progress: Progress, stop: threading.Event, owner
     thread = threading.Thread(target=_fit, args=(run, failure), daemon=True)
     try:
         thread.start()
+        over = False
         while thread.is_alive():
-            thread.join(0.3)
+            # A worker that has ended for good may leave the others waiting for it: they get a moment, and no more.
+            thread.join(ENDED_SECONDS if over else 0.3)
+            if over:
+                break
             ownership.check()
-            rows, begun = ray.get(control.exchange.remote(stop.is_set()))
+            rows, begun, over = ray.get(control.exchange.remote(stop.is_set()))
             for row in rows:
                 progress.row(row)
             if stop.is_set() and not begun:  # workers may wait for nodes for a long time, and there is nothing to save
@@ -269,7 +273,7 @@ def _train_on_ray(run: RunFile, progress: Progress, stop: threading.Event, owner
         raise RunError(cause)
     if failure or ending is None:
         logs = "the workers ended without saying how; Ray's logs are in /tmp/ray/session_latest/logs"
-        raise RunError(str(failure[0]).strip() if failure else logs)
+        raise RunError(cause or (str(failure[0]).strip() if failure else logs))
     return ending
 
 
@@ -303,12 +307,11 @@ def _fit(run: RunFile, failure: list[Exception]) -> None:
 
 
 def work(payload: dict[str, Any]) -> None:
-    """What Ray Train runs in each worker. What no retry mends is returned, not raised: raised, Ray would retry it."""
+    """What Ray Train runs in each worker. What no retry mends is told to the driver, which then ends all of them."""
     import ray
 
     from trainer.model import quiet_transformers
     from trainer.parallel import join_world
-    from trainer.train import train
 
     if Path(payload["cwd"]).is_dir():  # a local run's paths are relative to where it was started
         os.chdir(payload["cwd"])
@@ -326,12 +329,31 @@ def work(payload: dict[str, Any]) -> None:
     quiet_transformers()
     with join_world(stop_asked) as world:
         try:
-            ending = train(RunFile.model_validate(payload["run"]), world, lambda row: control.add.remote(row))
+            ending = train_or_advise(RunFile.model_validate(payload["run"]), world, lambda row: control.add.remote(row))
         except (InputError, RunError) as error:
             ray.get(control.end.remote("refused" if isinstance(error, InputError) else "failed", str(error)))
             return
+        except Exception as error:  # raised again, so that Ray starts the workers anew; the first to fail is the cause
+            ray.get(control.failed.remote(f"{type(error).__name__} on worker {world.rank}: {error}"))
+            raise
         if world.is_main:
             ray.get(control.end.remote(ending, None))
+
+
+def train_or_advise(run: RunFile, world: Any, report: Callable[[dict[str, Any]], None]) -> str:
+    """`train`, in which a GPU that is too small becomes a RunError with advice: no retry mends that."""
+    import torch
+
+    from trainer.train import train
+
+    try:
+        return train(run, world, report)
+    except torch.OutOfMemoryError as error:
+        size = f"batch.micro_batch {run.trainer.batch.micro_batch} and data.sequence_length {run.trainer.data.sequence_length}"
+        reason = str(error).partition(". ")[0]
+        raise RunError(
+            f"the memory of worker {world.rank}'s GPU is too small for {size} ({reason}); lower one, or take more workers"
+        ) from None
 
 
 class Control:
@@ -343,18 +365,23 @@ class Control:
         self.rows: list[dict[str, Any]] = []
         self.stop = self.begun = False
         self.how: tuple[str | None, str | None] = (None, None)
+        self.failures: list[str] = []
 
     def add(self, row: dict[str, Any]) -> None:
         self.rows.append(row)
+        self.failures = []  # those before it were mended
 
-    def exchange(self, stop: bool) -> tuple[list[dict[str, Any]], bool]:
-        """Takes note of a stop; the rows that have come since the last call, and whether workers have ever begun."""
+    def exchange(self, stop: bool) -> tuple[list[dict[str, Any]], bool, bool]:
+        """Takes note of a stop; the rows that have come since the last call, whether workers have ever begun, and ended."""
         self.stop = self.stop or stop
         rows, self.rows = self.rows, []
-        return rows, self.begun
+        return rows, self.begun, self.how[0] in ("refused", "failed")
 
     def begin(self) -> None:
         self.begun = True
+
+    def failed(self, cause: str) -> None:
+        self.failures.append(cause)
 
     def stopping(self) -> bool:
         return self.stop
@@ -366,7 +393,8 @@ class Control:
         self.how = (ending, cause)
 
     def ending(self) -> tuple[str | None, str | None]:
-        return self.how
+        """How the run has ended, and why; a cause alone is that of the first worker that failed."""
+        return (None, self.failures[0]) if self.how[0] is None and self.failures else self.how
 
 
 def _stop_on_signals(stop: threading.Event, progress: Progress) -> None:

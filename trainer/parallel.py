@@ -1,7 +1,12 @@
 """The process group, the device of this process, and how the model is cut over the processes."""
 
 import contextlib
+import faulthandler
+import math
 import os
+import sys
+import threading
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -29,6 +34,7 @@ class World:
     mesh: DeviceMesh
     stop_asked: Callable[[], bool]
     on_leave: list[Callable[[], None]] = field(default_factory=list)  # called when this process leaves, however it does
+    watchdog: "Watchdog | None" = None
     _flag: torch.Tensor | None = None
 
     @property
@@ -42,7 +48,10 @@ class World:
         """
         before, self._flag = self._flag, torch.tensor([float(self.stop_asked())], device=self.device)
         dist.all_reduce(self._flag, op=dist.ReduceOp.MAX)
-        return before is not None and bool(before.item())
+        stop = before is not None and bool(before.item())
+        if self.watchdog:
+            self.watchdog.arm()
+        return stop
 
     def sum(self, *values: float) -> list[float]:
         """Each value summed over all ranks. A collective."""
@@ -62,6 +71,36 @@ class World:
         if outcome[1] is not None:
             raise outcome[1]
         return outcome[0]
+
+
+class Watchdog:
+    """Ends this process when a step has taken longer than any may: a collective whose partner is gone, or a device that hangs.
+
+    Its death is what Ray notices, which then starts all workers again from the last checkpoint. Armed after each step,
+    so that the first one, with its compilation, has all the time it needs; at rest while something else than steps runs.
+    """
+
+    def __init__(self, seconds: float):
+        self.seconds = seconds
+        self.deadline = math.inf
+        threading.Thread(target=self._watch, daemon=True).start()
+
+    def arm(self) -> None:
+        self.deadline = time.monotonic() + self.seconds
+
+    def rest(self) -> None:
+        self.deadline = math.inf
+
+    def _watch(self) -> None:
+        while True:
+            time.sleep(min(1.0, self.seconds / 10))
+            if time.monotonic() > self.deadline:
+                print(
+                    f"no step within {self.seconds:g} seconds (hang_seconds): this worker ends, so that all start again",
+                    file=sys.stderr,
+                )
+                faulthandler.dump_traceback(all_threads=True)
+                os._exit(1)
 
 
 @contextlib.contextmanager

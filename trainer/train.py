@@ -17,7 +17,7 @@ from trainer.metrics import Journal, Meter
 from trainer.model import answer, build_model, check_head, choose_attention, export, fetch_model, load_pretrained, load_tokenizer
 from trainer.optim import build_optimizer, clip_gradients, learning_rate, set_learning_rate
 from trainer.packing import MicroBatch, Plan, micro_batches, num_tokens, pack, total_weight
-from trainer.parallel import World, compute_type, free_gathered, shard
+from trainer.parallel import Watchdog, World, compute_type, free_gathered, shard
 from trainer.storage import open_storage
 from trainer.tokens import Tokens
 
@@ -62,6 +62,7 @@ def train(run: RunFile, world: World, report: Callable[[dict[str, Any]], None]) 
     elif world.is_main and journal.rows:
         report(journal.rows[0])  # what it was before training, to compare with at the end
 
+    world.watchdog = Watchdog(config.hang_seconds)
     meter = Meter(model, config.data.sequence_length, plan.num_steps, world)
     stopping = False
     while step < plan.num_steps and not stopping:
@@ -79,12 +80,14 @@ def train(run: RunFile, world: World, report: Callable[[dict[str, Any]], None]) 
         if saving or step % config.log_every_steps == 0:
             record(meter.row(step, loss=finite(step, "loss", *world.sum(loss.item())), grad_norm=norm, lr=lr))
         if saving:
+            world.watchdog.rest()
             if world.is_main:
                 journal.flush()
             checkpoints.save(step)
             meter.pause()
         every = config.evaluate.every_steps
         if every and step % every == 0 and not last:
+            world.watchdog.rest()
             measure(samples=False)
             meter.pause()
 
