@@ -16,7 +16,7 @@ PYTEST_ARGS ?=
 BENCH_ARGS ?=
 
 BIN := .tools/bin
-TOOLS := helm helm-unittest kubeconform versitygw actionlint helm-docs
+TOOLS := helm helm4 helm-unittest kubeconform kube-score versitygw actionlint helm-docs
 CHART := charts/ray-finetune
 # What the chart is linted with: each environment, and the values files that ct installs.
 VALUES := $(wildcard environments/*/values.yaml $(CHART)/ci/*-values.yaml)
@@ -35,13 +35,25 @@ help: ## List the targets
 train: .venv/.stamp ## Fine-tune a small real model on this machine; run it again to resume after an interruption
 	@exec .venv/bin/ray-finetune train
 
+# Names an environment only from the command line: some shells keep a file's name in a variable ENV.
+.PHONY: efa-test
+efa-test: $(BIN)/helm ## Try EFA and NCCL on an environment's nodes, without a run: ENV=staging, NAMESPACE=name
+	@$(WITH_TOOLS) tests/tools/efa-test.sh $(if $(filter command line,$(origin ENV)),"$(ENV)")
+
 # ---- Check -----------------------------------------------------------------------------------------------------------
 
 .PHONY: test
-test: .venv/.stamp $(addprefix $(BIN)/,helm helm-unittest kubeconform versitygw) ## Run all tests; PYTEST_ARGS='-k name' chooses some
+test: .venv/.stamp $(addprefix $(BIN)/,helm helm4 helm-unittest kubeconform kube-score versitygw) ## Run all tests; PYTEST_ARGS='-k name' chooses some
 	@$(WITH_TOOLS) helm-unittest --strict $(CHART)
 	@$(WITH_TOOLS) pytest $(PYTEST_ARGS)
 
+.PHONY: chart-cases
+chart-cases: .venv/.stamp $(addprefix $(BIN)/,helm helm-unittest) ## Run the chart's unit and property tests and count them: EXAMPLES=1000 of each property
+	@.venv/bin/python tests/chart/count_cases.py $(EXAMPLES)
+
+.PHONY: bench-data
+bench-data: .venv/.stamp .cache/peers/.stamp ## Measure the data part beside TRL and datasets into benchmarks/; QUICK=1 takes a minute
+	@.venv/bin/python tests/bench/data.py $(if $(QUICK),--quick)
 .PHONY: bench
 bench: .venv/.stamp ## Measure speed on this machine's GPU, for a file in benchmarks/; BENCH_ARGS='--steps 9 full chat'
 	@.venv/bin/python tests/bench/speed.py $(BENCH_ARGS)
@@ -66,11 +78,13 @@ lint-image: .venv/.stamp
 lint-workflows: .venv/.stamp $(BIN)/actionlint
 	$(BIN)/actionlint -shellcheck .venv/bin/shellcheck
 
-lint-chart: $(BIN)/helm
+lint-chart: .venv/.stamp $(addprefix $(BIN)/,helm kube-score)
 	@for values in $(VALUES); do \
 	  echo "helm lint --strict $(CHART) --values $$values"; \
 	  $(BIN)/helm lint --strict --quiet $(CHART) --values "$$values"; \
 	done
+	.venv/bin/python tests/chart/score.py
+	.venv/bin/python tests/chart/lint_chart.py
 
 .PHONY: verify
 verify: lint .venv/.stamp $(BIN)/helm-docs ## Check that every generated file is what its source gives, and lint
@@ -140,6 +154,13 @@ tools: .venv/.stamp $(addprefix $(BIN)/,$(TOOLS)) ## Install everything that the
 	@.venv/bin/uv pip install --quiet --system-certs --python .venv/bin/python --no-deps --no-build-isolation --editable .
 	@touch $@
 
+# TRL, which only the data benchmark measures beside this project, never shares the project's own environment.
+.cache/peers/.stamp: tests/bench/peers.txt | .venv/bin/uv
+	@echo "Installing TRL and datasets into .cache/peers/venv"
+	@.venv/bin/uv venv --quiet --clear --system-certs --python .venv/bin/python .cache/peers/venv
+	@.venv/bin/uv pip sync --quiet --system-certs --python .cache/peers/venv/bin/python tests/bench/peers.txt
+	@touch $@
+
 # $(call go-build,group,package,-X flags): static, without the symbols that only a debugger reads.
 go-build = command -v go >/dev/null || { echo "Go >= 1.26 is needed to build $(@F), and there is no go on PATH (https://go.dev/dl)." >&2; exit 1; }; \
 	echo "Building $(@F) from tests/tools/$(1)/go.mod"; \
@@ -161,11 +182,18 @@ $(BIN)/helm: tests/tools/helm/go.mod tests/tools/helm/go.sum
 	  rm -f $@; $(call go-build,helm,helm.sh/helm/v3/cmd/helm,-X helm.sh/helm/v3/internal/version.version=$(call go-version,helm,helm.sh/helm/v3) $(helm-flags)); \
 	fi
 
+# The other major version, so that the chart is seen to render the same under both.
+$(BIN)/helm4: tests/tools/helm4/go.mod tests/tools/helm4/go.sum
+	@$(call go-build,helm4,helm.sh/helm/v4/cmd/helm,-X helm.sh/helm/v4/internal/version.version=$(call go-version,helm4,helm.sh/helm/v4))
+
 $(BIN)/helm-unittest: tests/tools/helm/go.mod tests/tools/helm/go.sum
 	@$(call go-build,helm,github.com/helm-unittest/helm-unittest/cmd/helm-unittest,$(helm-flags))
 
 $(BIN)/kubeconform: tests/tools/kubeconform/go.mod tests/tools/kubeconform/go.sum
 	@$(call go-build,kubeconform,github.com/yannh/kubeconform/cmd/kubeconform)
+
+$(BIN)/kube-score: tests/tools/kube-score/go.mod tests/tools/kube-score/go.sum
+	@$(call go-build,kube-score,github.com/zegl/kube-score/cmd/kube-score)
 
 $(BIN)/versitygw: tests/tools/versitygw/go.mod tests/tools/versitygw/go.sum
 	@$(call go-build,versitygw,github.com/versity/versitygw/cmd/versitygw,-X main.Version=$(call go-version,versitygw,github.com/versity/versitygw))

@@ -1,37 +1,71 @@
-"""Checkpoints: written so that a half-written one is never taken for a whole one, and found again.
+"""Checkpoints: written behind the loop, so that a half-written one is never taken for a whole one, and found again.
 
-A checkpoint is the folder `checkpoints/step-00000120.a0003/` (step, attempt) with torch.distributed.checkpoint shards
-and `manifest.json`, which is written last and lists every file with its size and SHA-256. A folder without a manifest
-that holds true does not exist for a reader. Attempts never share a folder.
+A checkpoint is the folder `checkpoints/step-00000120.a0003/` (step, attempt). Each rank stages its shards in one buffer
+of host memory, which is all that the loop waits for; a thread uploads it as a safetensors file, then `rank-00003.json`
+with its checksum and rows. Rank 0's thread writes `manifest.json` once every rank's is there. A folder without a
+manifest that holds true does not exist for a reader. Attempts never share a folder. Threads use no collectives: a rank
+that fails says so in its own json, and ranks meet in the store.
 """
 
 import contextlib
 import hashlib
 import json
 import re
-import tempfile
+import threading
 import time
+from collections import defaultdict
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemReader, FileSystemWriter
-from torch.distributed.checkpoint.state_dict_loader import load
-from torch.distributed.checkpoint.state_dict_saver import save
+from safetensors import SafetensorError, safe_open
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
+from trainer.config import RunError
 from trainer.optim import set_step
 from trainer.parallel import World
 from trainer.storage import Storage
 
 MANIFEST = "manifest.json"
 FOLDER = re.compile(r"checkpoints/(step-(\d{8})\.a(\d{4}))/")
+TOLERATED_FAILURES = 3  # saves in a row that may fail before the run does; the last one of a run never may
+LEAVE_SECONDS = 60
+DTYPES = {  # safetensors' names, https://github.com/huggingface/safetensors#format
+    torch.float32: "F32",
+    torch.float64: "F64",
+    torch.bfloat16: "BF16",
+    torch.float16: "F16",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
 
 
-def state_dict(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
-    """Every tensor that a resumed run needs, by name: parameters once each, persistent buffers, AdamW's moments."""
+class DamagedError(OSError):
+    """A file of a checkpoint is not the one that was written."""
+
+
+@dataclass(frozen=True)
+class Shard:
+    """This rank's rows of a tensor: `rows` of them from row `start` on, at `offset` of the file's data."""
+
+    tensor: torch.Tensor
+    start: int
+    rows: int
+    offset: int
+
+    @property
+    def num_bytes(self) -> int:
+        return self.tensor.numel() * self.tensor.element_size()
+
+
+def local_shards(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Shard]:
+    """What this rank holds of every tensor that a resumed run needs: parameters, persistent buffers, AdamW's moments."""
     persistent = model.state_dict().keys()
     tensors: dict[str, torch.Tensor] = {f"model.{name}": parameter.data for name, parameter in model.named_parameters()}
     tensors |= {f"model.{name}": buffer for name, buffer in model.named_buffers() if name in persistent}
@@ -39,20 +73,31 @@ def state_dict(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict
         for moment in ("exp_avg", "exp_avg_sq"):
             if parameter in optimizer.state:
                 tensors[f"optimizer.{name}.{moment}"] = optimizer.state[parameter][moment]
-    return tensors
-
-
-class DamagedError(OSError):
-    """A file of a checkpoint is not the one that was written."""
+    shards, offset = {}, 0
+    # Without holes, as safetensors wants it, and yet aligned: the widest types come first.
+    for name, tensor in sorted(tensors.items(), key=lambda item: -item[1].element_size()):
+        start = 0
+        if isinstance(tensor, DTensor):
+            shape, place = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+            tensor, start = tensor.to_local()[: shape[0]], place[0] if shape[0] else 0
+        shards[name] = Shard(tensor.detach(), start, len(tensor) if tensor.ndim else 1, offset)
+        offset += shards[name].num_bytes
+    return shards
 
 
 class Checkpoints:
     """The checkpoints of one run. `attempt` grows with every start of its workers."""
 
-    def __init__(self, storage: Storage, keep: int, world: World):
-        self.storage, self.keep, self.world = storage, keep, world
+    def __init__(self, storage: Storage, keep: int, world: World, model: torch.nn.Module, optimizer: torch.optim.Optimizer):
+        self.storage, self.keep, self.world, self.optimizer = storage, keep, world, optimizer
         self.attempt = world.main_first(self._next_attempt)
         self.resumed_from = 0
+        self.shards = local_shards(model, optimizer)
+        self.header = _header(self.shards)
+        self.upload: threading.Thread | None = None
+        self.failures: list[str] = []  # of the last saves in a row, as rank 0 knows them
+        self.buffer: torch.Tensor | None = None
+        world.on_leave.append(self._leave)
 
     def _next_attempt(self) -> int:
         attempt = 1 + max((int(Path(key).name) for key in self.storage.list("attempts") if Path(key).name.isdigit()), default=0)
@@ -60,43 +105,101 @@ class Checkpoints:
             attempt += 1
         return attempt
 
-    def save(self, step: int, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        """Writes the state after `step`; on return the checkpoint is complete on every rank. A collective."""
+    def check_newest(self) -> None:
+        """RunError where the run has a newer attempt: what this one would write there is not wanted any more."""
+        if f"attempts/{self.attempt + 1:04d}" in self.storage.list("attempts"):
+            raise RunError("a newer attempt goes on with this run; this one, which had fallen silent, leaves it alone")
+
+    # ---- saving ----
+
+    def save(self, step: int) -> None:
+        """Stages the state after `step`; the rest goes on behind the loop. A collective.
+
+        Waits first for the save before it, so that host memory holds one copy of the state at most. RunError where too
+        many saves in a row have failed.
+        """
+        self._wait()
+        failures = self.world.main_first(lambda: self.failures)
+        if len(failures) > TOLERATED_FAILURES:
+            raise RunError(f"{len(failures)} checkpoints in a row could not be stored: {failures[-1]}")
+        self._stage()
+        self.upload = threading.Thread(target=self._store, args=(step,), daemon=True)
+        self.upload.start()
+
+    def finish(self) -> None:
+        """Waits until the last save is complete on every rank; RunError where it is not. A collective."""
+        self._wait()
+        if failures := self.world.main_first(lambda: self.failures):
+            raise RunError(f"the last checkpoint could not be stored: {failures[-1]}")
+
+    def _leave(self) -> None:
+        """Gives the save under way time to end, where the run does not end well."""
+        if self.upload:
+            self.upload.join(LEAVE_SECONDS)
+
+    def _wait(self) -> None:
+        if self.upload:
+            self.upload.join()
+
+    def _stage(self) -> None:
+        """Copies this rank's shards into host memory, in the order of the file."""
+        if self.buffer is None:
+            last = next(reversed(self.shards.values()))
+            size = len(self.header) + last.offset + last.num_bytes
+            self.buffer = torch.empty(size, dtype=torch.uint8, pin_memory=self.world.device.type == "cuda")
+            self.buffer[: len(self.header)] = torch.frombuffer(bytearray(self.header), dtype=torch.uint8)
+        for shard in self.shards.values():
+            begin = len(self.header) + shard.offset
+            target = self.buffer[begin : begin + shard.num_bytes].view(shard.tensor.dtype).view(shard.tensor.shape)
+            target.copy_(shard.tensor, non_blocking=True)
+        if self.world.device.type == "cuda":
+            torch.cuda.current_stream().synchronize()
+
+    def _store(self, step: int) -> None:
+        """In a thread: uploads the staged buffer, and on rank 0 completes the checkpoint."""
         folder = f"checkpoints/step-{step:08d}.a{self.attempt:04d}"
-        with tempfile.TemporaryDirectory(prefix="ray-finetune-checkpoint-") as scratch:
-            try:
-                save(state_dict(model, optimizer), storage_writer=FileSystemWriter(scratch, sync_files=False))
-            except CheckpointException as error:
-                raise OSError(f"the checkpoint of step {step} could not be written: {_causes(error)}") from None
-            outcome = self._upload(Path(scratch), folder)
-        everyone: list[Any] = [None] * self.world.size
-        dist.all_gather_object(everyone, outcome)
-        if failed := [part for part in everyone if isinstance(part, str)]:
-            raise OSError(f"the checkpoint of step {step} could not be stored: {failed[0]}")
-        self.world.main_first(lambda: self._commit(folder, step, {name: f for part in everyone for name, f in part.items()}))
-
-    def _upload(self, scratch: Path, folder: str) -> dict[str, Any] | str:
-        """Sizes and checksums of this rank's files, or why it failed: raised here, the other ranks would wait for ever."""
-        files = {}
         try:
-            for path in scratch.iterdir():
-                with path.open("rb") as stream:
-                    files[path.name] = {"bytes": path.stat().st_size, "sha256": _sha256(stream)}
-                self.storage.upload(path, f"{folder}/{path.name}")
+            facts = self._upload(f"{folder}/rank-{self.world.rank:05d}.safetensors")
         except Exception as error:
-            return str(error)
-        return files
+            facts = {"error": _reason(error)}
+        if self.world.device.type != "cuda":
+            self.buffer = None  # where nothing is pinned, memory is worth more than the time to ask for it
+        try:
+            self.storage.write(f"{folder}/rank-{self.world.rank:05d}.json", json.dumps(facts).encode())
+            if self.world.is_main:
+                self._commit(folder, step)
+                self.failures = []
+        except Exception as error:
+            self.failures = [*self.failures, _reason(error)]
 
-    def _commit(self, folder: str, step: int, files: dict[str, Any]) -> None:
+    def _upload(self, key: str) -> dict[str, Any]:
+        assert self.buffer is not None
+        data = memoryview(self.buffer.numpy())  # pyright: ignore[reportArgumentType]
+        self.storage.write(key, data)
+        rows = {name: [shard.start, shard.rows] for name, shard in self.shards.items()}
+        return {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest(), "rows": rows}
+
+    def _commit(self, folder: str, step: int) -> None:
+        """Waits for every rank's json, writes the manifest and deletes what retention does not keep."""
+        wait, names = 0.02, {f"{folder}/rank-{rank:05d}.json" for rank in range(self.world.size)}
+        while not names <= self.storage.list(folder).keys():
+            time.sleep(wait)
+            wait = min(1.0, 1.5 * wait)
+        parts = {
+            name.removeprefix(f"{folder}/").replace(".json", ".safetensors"): json.loads(self.storage.read(name)) for name in names
+        }
+        if failed := [part["error"] for part in parts.values() if "error" in part]:
+            raise OSError(failed[0])
+        self.check_newest()
         manifest = {
             "step": step,
             "attempt": self.attempt,
             "resumed_from": self.resumed_from,
             "world_size": self.world.size,
             "time": time.time(),
-            "files": files,
+            "files": dict(sorted(parts.items())),
         }
-        self.storage.write(f"{folder}/{MANIFEST}", json.dumps(manifest, indent=1).encode(), if_absent=True)
+        self.storage.write(f"{folder}/{MANIFEST}", json.dumps(manifest).encode(), if_absent=True)
         kept = [found for found, _ in find_checkpoints(self.storage)[: self.keep]]
         folders = {match[0].rstrip("/"): int(match[3]) for key in self.storage.list("checkpoints") if (match := FOLDER.match(key))}
         for old in sorted(found for found, attempt in folders.items() if found not in kept and attempt <= self.attempt):
@@ -104,34 +207,99 @@ class Checkpoints:
             self.storage.delete([f"{old}/{MANIFEST}"])
             self.storage.delete(list(self.storage.list(old)))
 
-    def restore(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> int:
+    # ---- resuming ----
+
+    def restore(self) -> int:
         """Loads the newest complete checkpoint and returns its step, or 0 where there is none. A collective.
 
-        A checkpoint with a damaged file is passed over for the one before it; all ranks agree, as a failed read on
-        one of them fails the load on all.
+        One with a damaged file is passed over for the one before it, on all ranks alike. A store that cannot be read
+        says nothing of the checkpoint, so that raises OSError: to start before it would throw it away.
         """
         for folder, manifest in self.world.main_first(lambda: find_checkpoints(self.storage)):
-            reader = _Reader(self.storage, folder, manifest["files"])
-            try:
-                self.world.main_first(reader.check_metadata)
-                load(state_dict(model, optimizer), storage_reader=reader)
-            except DamagedError as error:
-                cause = str(error)
-            except CheckpointException as error:
-                cause = _causes(error)
-                # A full disk or a refusing store says nothing of the checkpoint: to start before it would throw it away.
-                if not all(isinstance(failure[0], DamagedError) for failure in error.failures.values()):
-                    raise OSError(f"{folder} could not be read: {cause}") from None
-            else:
-                set_step(optimizer, manifest["step"])
+            problems: list[Exception | None] = [None] * self.world.size
+            dist.all_gather_object(problems, self._load(folder, manifest))
+            found = [problem for problem in problems if problem is not None]
+            if not found:
+                set_step(self.optimizer, manifest["step"])
                 self.resumed_from = manifest["step"]
                 return manifest["step"]
+            if other := [problem for problem in found if not isinstance(problem, DamagedError)]:
+                raise OSError(f"{folder} could not be read: {other[0]}")
             if self.world.is_main:
-                print(f"warning: {folder} is passed over: {cause}", flush=True)
-        for name, tensor in state_dict(model, optimizer).items():
+                print(f"warning: {folder} is passed over: {found[0]}", flush=True)
+        for name, shard in self.shards.items():
             if name.startswith("optimizer."):  # a load that failed half-way may have written some
-                tensor.zero_()
+                shard.tensor.zero_()
         return 0
+
+    def _load(self, folder: str, manifest: dict[str, Any]) -> Exception | None:
+        """Fills this rank's shards, reading only files that hold some of its rows; what went wrong, if anything."""
+        try:
+            for file, wanted in self._wanted(manifest["files"]).items():
+                with _checked(self.storage, f"{folder}/{file}", manifest["files"][file]) as weights:
+                    for name, (start, stop) in wanted.items():
+                        _copy(self.shards[name], weights, name, start, stop, manifest["files"][file]["rows"][name][0])
+        except DamagedError as error:
+            return error
+        except Exception as error:
+            return OSError(_reason(error))
+        return None
+
+    def _wanted(self, files: dict[str, Any]) -> dict[str, dict[str, tuple[int, int]]]:
+        """By file, the rows [start, stop) of each tensor that this rank takes from it: its own, each from one file."""
+        wanted: dict[str, dict[str, tuple[int, int]]] = defaultdict(dict)
+        for name, shard in self.shards.items():
+            at, end = shard.start, shard.start + shard.rows
+            for file, facts in files.items():
+                start, rows = facts["rows"].get(name, (0, 0))
+                if at < end and start <= at < start + rows:
+                    stop = min(end, start + rows)
+                    wanted[file][name] = (at, stop)
+                    at = stop
+            if at < end:
+                raise DamagedError(f"rows {at} to {end} of {name} are in none of its files")
+        return wanted
+
+
+def _reason(error: Exception) -> str:
+    return " ".join(str(error).split()) or type(error).__name__
+
+
+def _copy(shard: Shard, weights: Any, name: str, start: int, stop: int, first: int) -> None:
+    """Rows [start, stop) of a tensor, of which the file has those from row `first` on."""
+    if shard.tensor.ndim == 0:
+        shard.tensor.copy_(weights.get_tensor(name))
+    else:
+        shard.tensor[start - shard.start : stop - shard.start].copy_(weights.get_slice(name)[start - first : stop - first])
+
+
+def _header(shards: dict[str, Shard]) -> bytes:
+    """The first bytes of a safetensors file: the length of a JSON text, and that text, which names each tensor's place."""
+    entries = {
+        name: {
+            "dtype": DTYPES[shard.tensor.dtype],
+            "shape": list(shard.tensor.shape),
+            "data_offsets": [shard.offset, shard.offset + shard.num_bytes],
+        }
+        for name, shard in shards.items()
+    }
+    text = json.dumps(entries).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text
+
+
+@contextlib.contextmanager
+def _checked(storage: Storage, key: str, facts: dict[str, Any]) -> Iterator[Any]:
+    """A checkpoint's file, open as safetensors, once its checksum is the manifest's."""
+    with storage.local_copy(key) as path:
+        with path.open("rb") as stream:
+            if hashlib.file_digest(stream, "sha256").hexdigest() != facts["sha256"]:
+                raise DamagedError(f"{Path(key).name} does not have the checksum of the manifest")
+        try:
+            with safe_open(path, framework="pt") as weights:
+                yield weights
+        except SafetensorError as error:
+            raise DamagedError(f"{Path(key).name} is no safetensors file: {error}") from None
 
 
 def find_checkpoints(storage: Storage) -> list[tuple[str, dict[str, Any]]]:
@@ -160,40 +328,3 @@ def find_checkpoints(storage: Storage) -> list[tuple[str, dict[str, Any]]]:
         line += [(folder, manifest) for _, _, folder, manifest in mine]
         limit = min([limit, *(manifest["resumed_from"] for *_, manifest in mine)])
     return line
-
-
-def _causes(error: CheckpointException) -> str:
-    return "; ".join(sorted({str(cause[0]) for cause in error.failures.values()}))
-
-
-def _sha256(stream: Any) -> str:
-    return hashlib.file_digest(stream, "sha256").hexdigest()
-
-
-class _Reader(FileSystemReader):
-    """Reads shards from a Storage, each file checked against the manifest before it is used."""
-
-    def __init__(self, storage: Storage, folder: str, files: dict[str, Any]):
-        super().__init__(folder)
-        self.fs = _CheckedFiles(storage, files)
-
-    def check_metadata(self) -> None:
-        """DamagedError or the store's own; torch would take either for a missing file and look for another."""
-        with self.fs.create_stream(self._get_metadata_path(), "rb"):
-            pass
-
-
-class _CheckedFiles(FileSystem):
-    def __init__(self, storage: Storage, files: dict[str, Any]):
-        self.storage, self.files = storage, files
-
-    @contextlib.contextmanager
-    def create_stream(self, path: Any, mode: str) -> Iterator[Any]:
-        expected = self.files.get(Path(path).name)
-        if expected is None:
-            raise DamagedError(f"{Path(path).name} is not in the manifest")
-        with self.storage.open(str(path)) as stream:
-            if _sha256(stream) != expected["sha256"]:
-                raise DamagedError(f"{Path(path).name} does not have the checksum of the manifest")
-            stream.seek(0)
-            yield stream

@@ -11,10 +11,10 @@ import json
 import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any, Literal, TypeVar, get_args
+from typing import Annotated, Any, Literal, TypeVar, get_args
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, TypeAdapter, ValidationError, model_validator
 
 # Part of the fingerprint: raised whenever packing or shuffling would order the same rows differently.
 ORDER_VERSION = 1
@@ -71,16 +71,64 @@ class ModelConfig(Settings):
     gguf_file: str | None = Field(default=None, pattern=r"^[^/]+\.gguf$")
     """Name of a GGUF file in `path`, dequantised once into the model cache; null means safetensors weights."""
 
+    added_tokens: list[str] = []
+    """Special tokens that the tokenizer lacks, such as `<|tool|>`; the embeddings grow where they have no room."""
+
     freeze: list[str] = []
     """Parameters that are not trained, as shell-style patterns of their names, such as `model.embed_tokens.*`."""
 
 
-class DataConfig(Settings):
-    train: str = Field(min_length=1)
-    """Training rows: a JSONL file with chat `messages`, local or `s3://`."""
+class SourceConfig(Settings):
+    path: str = Field(min_length=1)
+    """Rows: a file, a glob or a folder, local or `s3://` (.jsonl, .json, .parquet, each also .gz or .zst), or a Hugging Face dataset id."""
 
-    eval: str | None = Field(default=None, min_length=1)
-    """Held-out rows in the same format; null means no evaluation."""
+    name: str | None = None
+    """Configuration of a Hugging Face dataset; null means its default one."""
+
+    split: str = Field(default="train", min_length=1)
+    """Split of a Hugging Face dataset, such as `train` or `train[:10%]`."""
+
+    revision: str | None = None
+    """Branch, tag or commit of a Hub dataset; null means its main branch, as the run's first attempt finds it."""
+
+    weight: float = Field(default=1.0, gt=0, le=1000)
+    """Times that an epoch sees each row of it; at 0.5 it sees half of them, and the next epoch the other half."""
+
+
+def _sources(value: Any) -> Any:
+    """A path alone, or among others, is a source of weight 1."""
+    if isinstance(value, str):
+        value = [value]
+    return [{"path": item} if isinstance(item, str) else item for item in value] if isinstance(value, list) else value
+
+
+def _named(value: Any) -> Any:
+    """One set needs no name."""
+    return {"eval": value} if isinstance(value, (str, list)) else value
+
+
+# What may be written is wider than what is kept, so each of these types has a second form for the JSON schema.
+_Path = Annotated[str, Field(min_length=1)]
+Sources = Annotated[
+    list[SourceConfig],
+    Field(min_length=1),
+    BeforeValidator(_sources, json_schema_input_type=_Path | Annotated[list[_Path | SourceConfig], Field(min_length=1)]),
+]
+SetName = Annotated[str, Field(pattern=r"^[a-z][a-z0-9_]{0,30}$")]
+_Named = Annotated[dict[SetName, Sources], Field(min_length=1, json_schema_extra={"additionalProperties": False})]
+EvalSets = Annotated[dict[SetName, Sources], Field(min_length=1), BeforeValidator(_named, json_schema_input_type=Sources | _Named)]
+Role = Literal["system", "user", "assistant", "tool"]
+
+
+class DataConfig(Settings):
+    train: Sources
+    """Training rows: a path, or a list of paths or of sources, each with its weight in the mixture."""
+
+    eval: EvalSets | None = None
+    """Held-out rows: a path, a list, or several sets by name; null means none but `eval_fraction`'s."""
+
+    eval_fraction: float | None = Field(default=None, gt=0, lt=1)
+    """Share of the training rows held out, by their content, so that equal rows stay together; with no `eval`."""
 
     version: str | None = None
     """Any text; changing it says that the files hold new data and starts a new run."""
@@ -88,8 +136,29 @@ class DataConfig(Settings):
     sequence_length: int = Field(default=2048, ge=8)
     """Tokens in one packed sequence."""
 
-    long_rows: Literal["error", "truncate"] = "error"
-    """What happens to a row longer than `sequence_length`: refuse the data, or keep its first tokens."""
+    long_rows: Literal["error", "truncate", "split"] = "error"
+    """A row longer than `sequence_length`: refuse it, keep its first tokens, or cut it into rows of that length."""
+
+    invalid_rows: Literal["error", "skip"] = "error"
+    """A row that cannot be trained on: refuse the data, or leave it out and count it."""
+
+    max_skipped_fraction: float = Field(default=0.01, ge=0, lt=1)
+    """Largest share of rows that `skip` may leave out; more of them refuse the data."""
+
+    supervised_roles: list[Role] = Field(default=["assistant"], min_length=1)
+    """Roles of `messages` whose turns are learnt; a prompt's completion and a plain text always are."""
+
+    last_turn_only: bool = False
+    """Learn the last supervised turn of a conversation only."""
+
+    chat_template: str | None = Field(default=None, min_length=1)
+    """Jinja text, or the path of a file with it, instead of the tokenizer's own chat template; exported with the model."""
+
+    @model_validator(mode="after")
+    def _one_eval(self) -> "DataConfig":
+        if self.eval is not None and self.eval_fraction is not None:
+            raise ValueError("only one of eval and eval_fraction may be set")
+        return self
 
 
 class BatchConfig(Settings):
@@ -219,9 +288,17 @@ class TrainerConfig(Settings):
     max_failures: int = Field(default=3, ge=1)
     """Worker failures that are mended by starting the workers again from the last checkpoint; one more ends the run."""
 
+    hang_seconds: int = Field(default=900, ge=10)
+    """Longest time that a step may take, the first one excepted; a worker that exceeds it is started again, with all others."""
+
+    takeover: bool = False
+    """Take the run over from another Helm release that holds it, which then saves and leaves."""
+
     def fingerprint(self) -> str:
         """Eight hex digits over the settings that change the result, defaults resolved; not cadence, place or hardware."""
-        result = self.model_dump(exclude={"name", "storage", "checkpoint", "log_every_steps", "max_failures", "evaluate"})
+        result = self.model_dump(
+            exclude={"name", "storage", "checkpoint", "log_every_steps", "max_failures", "evaluate", "takeover", "hang_seconds"}
+        )
         del result["batch"]["micro_batch"], result["attention"], result["compile"]
         result["order_version"] = ORDER_VERSION
         return hashlib.sha256(json.dumps(result, sort_keys=True).encode()).hexdigest()[:8]
@@ -363,16 +440,24 @@ def _sentence(model: type[BaseModel], problem: Any) -> str:
     if problem["type"] == "missing":
         return f"{key}: must be set"
     if problem["type"] == "string_pattern_mismatch":
-        section = _section(model, location[:-1])
-        return f"{key}: {problem['input']!r} is not allowed; {section.model_fields[location[-1]].description}"
+        field = _section(model, location[:-1]).model_fields.get(location[-1])
+        rule = field.description if field else f"it must match {problem['ctx']['pattern']}"
+        return f"{key}: {problem['input']!r} is not allowed; {rule}"
     message = problem["msg"].removeprefix("Value error, ")
     given = "" if isinstance(problem["input"], dict) else f", not {problem['input']!r}"
     return f"{key}: {message[0].lower()}{message[1:]}{given}"
 
 
 def _section(model: type[BaseModel], path: list[str]) -> type[BaseModel]:
+    """The settings class that `path` leads to; numbers of a list and names of a map are on the way, but no fields."""
     for part in path:
-        annotation = model.model_fields[part].annotation
-        candidates = [annotation, *get_args(annotation)]
-        model = next(c for c in candidates if isinstance(c, type) and issubclass(c, BaseModel))
+        if part in model.model_fields:
+            model = next(_models_in(model.model_fields[part].annotation), model)
     return model
+
+
+def _models_in(annotation: Any) -> Iterator[type[BaseModel]]:
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        yield annotation
+    for argument in get_args(annotation):
+        yield from _models_in(argument)

@@ -14,40 +14,63 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable
-from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
-from trainer.config import InputError, RunError, RunFile, TrainerConfig
-from trainer.progress import Progress
+from rich.console import Console
+
+from trainer.config import InputError, RunError, RunFile
+from trainer.ownership import Ownership
+from trainer.progress import Progress, show_rows
 from trainer.storage import Storage, check_writable, open_storage
 
+ENDED_SECONDS = 10  # that workers have to leave once one of them has said how the run ends
+STOPPED_SECONDS = 30  # more than Ray takes to stop a job
 EXIT_CODES = {"complete": 0, "refused": 2, "failed": 1, "interrupted": 75}
 
 
 def drive(run: RunFile) -> int:
     """Runs `run` from where it is to its end and returns the exit code."""
-    storage, complete_at = open_run(run)
-    if complete_at is not None:
-        print(f"{run.uri} is complete (step {complete_at}); change a setting to train another")
-        return EXIT_CODES["complete"]
     progress = Progress(run.uri)
+    stop = threading.Event()
+    _stop_on_signals(stop, progress)
     try:
-        ending = launch(run, storage, progress)
-    except Exception as error:
-        if not progress.silent:
-            how = "refused" if isinstance(error, InputError) else "failed"
-            write_outcome(storage, how, str(error).strip().rpartition("\n")[2], progress.step)
+        storage, complete_at = open_run(run)
+        if complete_at is not None:
+            print(f"{run.uri} is complete (step {complete_at}); change a setting to train another")
+            return EXIT_CODES["complete"]
+        ownership = Ownership(storage, run, stop.set)
+        if not progress.silent and not ownership.acquire(progress.say, stop):
+            return EXIT_CODES["interrupted"]
+        ending = _run_held(run, storage, progress, stop, ownership)
+    except InputError:
+        stop_own_job()
         raise
-    finally:
-        progress.close()
-    if not progress.silent:
+    if ownership.handed_over:
+        stop_own_job()
+    return EXIT_CODES[ending]
+
+
+def _run_held(run: RunFile, storage: Storage, progress: Progress, stop: threading.Event, ownership: Ownership) -> str:
+    """Launches a run that this driver holds, writes down how it ended, and lets it go."""
+    cause: Exception | None = None
+    try:
+        refuse_failed_twice(run, storage)
+        ending = launch(run, storage, progress, stop, ownership)
+    except Exception as error:
+        ending, cause = "refused" if isinstance(error, InputError) else "failed", error
+    progress.close()
+    if not progress.silent and not ownership.lost.is_set():
         from trainer.report import write_report
 
-        write_outcome(storage, ending, None, progress.step)
-        write_report(run, storage)
-        progress.ended(ending)
-    return EXIT_CODES[ending]
+        write_outcome(run, storage, ending, str(cause).strip().rpartition("\n")[2] if cause else None, progress.step)
+        if cause is None:
+            write_report(run, storage)
+            progress.ended(ending)
+        ownership.release()
+    if cause:
+        raise cause
+    return ending
 
 
 def open_run(run: RunFile) -> tuple[Storage, int | None]:
@@ -67,18 +90,49 @@ def read_outcome(storage: Storage) -> dict[str, Any] | None:
     return None if outcome["outcome"] == "complete" and "model/config.json" not in storage.list("model") else outcome
 
 
-def write_outcome(storage: Storage, outcome: str, cause: str | None, step: int) -> None:
-    value = {"outcome": outcome, "cause": cause, "step": step, "time": time.time()}
-    storage.write("outcome.json", json.dumps(value, indent=1).encode())
+def write_outcome(run: RunFile, storage: Storage, outcome: str, cause: str | None, step: int) -> None:
+    """Says how the run ended, and how often in a row it has failed so: by this cause, at this step, on this hardware."""
+    value = {"outcome": outcome, "cause": cause, "step": step, "hardware": run.hardware.model_dump(), "times": 1}
+    before = read_outcome(storage) or {}
+    if outcome == "failed" and all(before.get(key) == value[key] for key in ("outcome", "cause", "step", "hardware")):
+        value["times"] = before.get("times", 1) + 1
+    storage.write("outcome.json", json.dumps(value | {"time": time.time()}, indent=1).encode())
+
+
+def refuse_failed_twice(run: RunFile, storage: Storage) -> None:
+    """InputError where a release's run has failed twice in the same way, on the same hardware: KubeRay would go on trying."""
+    before = read_outcome(storage)
+    if run.release and before and before.get("times", 1) > 1 and before["hardware"] == run.hardware.model_dump():
+        where = f"failed twice in the same way at step {before['step']} ({before['cause']})"
+        raise InputError(f"{run.uri}: {where}; mend the cause and delete outcome.json there, or change the hardware")
+
+
+def stop_own_job() -> None:
+    """Where this is the driver of a submitted Ray job, has Ray stop it: KubeRay retries a failed job, but no stopped one."""
+    job = json.loads(os.environ.get("RAY_JOB_CONFIG_JSON_ENV_VAR", "{}")).get("metadata", {}).get("job_submission_id")
+    if job is None:
+        return
+    from ray.job_submission import JobSubmissionClient
+
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # which is how Ray stops it
+    try:
+        JobSubmissionClient("http://127.0.0.1:8265").stop_job(job)
+        time.sleep(STOPPED_SECONDS)
+    except Exception as error:  # the exit code tells the rest
+        print(f"could not stop Ray job {job}: {error}", flush=True)
 
 
 # ---- before any worker ----
 
 
-def prepare(run: RunFile, storage: Storage, say: Callable[[str], None]) -> None:
-    """Checks model and data, and leaves the tokenised rows in the run's folder; InputError says what cannot work."""
-    from trainer.data import Plan, Tokens, end_of_turn, num_supervised, prompts, tokenize
-    from trainer.model import check_model, fetch_model, load_tokenizer, quiet_transformers
+def prepare(run: RunFile, storage: Storage, say: Callable[[str], None]) -> tuple[Any, Any, Any]:
+    """Checks model and data, and pins in the run's folder what it trains on; InputError says what cannot work.
+
+    Returns the rows, the plan of steps and the tokenizer.
+    """
+    from trainer.inputs import describe_plan, resolve
+    from trainer.model import check_model, quiet_transformers
+    from trainer.packing import Plan
 
     quiet_transformers()
     config = run.trainer
@@ -87,44 +141,12 @@ def prepare(run: RunFile, storage: Storage, say: Callable[[str], None]) -> None:
             f"batch.sequences: {config.batch.sequences} sequences a step leave {idle} of {run.hardware.workers} workers idle"
         )
         raise InputError(f"{sequences}; write at least {run.hardware.workers}, or take fewer workers")
-    folder = fetch_model(config, weights=False)
-    tokenizer = load_tokenizer(folder)
+    folder, tokenizer, sets = resolve(config, storage, say)
     check_model(folder, tokenizer, config)
-    train = tokenize(config.data.train, tokenizer, config)
-    parts: dict[str, Tokens] = {"train": train}
-    if config.data.eval:
-        parts["eval"] = tokenize(config.data.eval, tokenizer, config)
-    plan = Plan(train, config)
-    facts = {
-        "sha256": {
-            name: sha256(tokens.ids.tobytes() + tokens.supervised.tobytes() + tokens.offsets.tobytes()).hexdigest()
-            for name, tokens in parts.items()
-        },
-        "end_of_turn": end_of_turn(train, tokenizer.all_special_ids),
-        "prompts": prompts(config.data.eval, config, config.evaluate.prompts) if config.data.eval else [],
-    }
-    _refuse_changed(storage, facts, config)
-    for name, tokens in parts.items():
-        storage.write(f"data/{name}.npz", tokens.to_bytes())
-    storage.write("data/facts.json", json.dumps(facts, indent=1).encode())
     storage.write("run.json", run.model_dump_json(indent=1).encode())
-    first = plan.epoch_packs(0)
-    full = train.lengths.sum() / (len(first) * config.data.sequence_length)
-    say(
-        f"{len(train.lengths):,} rows, {train.lengths.sum():,} tokens, {num_supervised(train, first):,} of them supervised; "
-        f"{len(first):,} sequences, {full:.1%} full; {plan.num_steps:,} steps"
-    )
-
-
-def _refuse_changed(storage: Storage, facts: dict[str, Any], config: TrainerConfig) -> None:
-    try:
-        before = json.loads(storage.read("data/facts.json"))["sha256"]
-    except FileNotFoundError:
-        return
-    for name, digest in facts["sha256"].items():
-        if before.get(name) != digest:
-            path = getattr(config.data, name)
-            raise InputError(f"data.{name}: {path} has changed since this run began; set data.version to start a new run")
+    plan = Plan(sets.train, config)
+    say(describe_plan(sets, plan))
+    return sets, plan, tokenizer
 
 
 # ---- questions from outside ----
@@ -136,7 +158,8 @@ def preflight(run: RunFile) -> None:
     if complete_at is not None:
         print(f"{run.uri} is complete (step {complete_at})")
         return
-    prepare(run, storage, print)
+    sets, plan, tokenizer = prepare(run, storage, print)
+    show_rows(sets, plan, tokenizer, Console(highlight=False, soft_wrap=True))
     print(f"ready: {run.uri}")
 
 
@@ -167,7 +190,7 @@ def stop(wait: bool) -> None:
         control: Any = ray.get_actor(Control.NAME)
         ray.get(control.ask_to_stop.remote())
         print("asked the run to save and leave")
-        while wait and ray.get(control.ending.remote()) == (None, None):
+        while wait and ray.get(control.ending.remote())[0] is None:
             time.sleep(0.5)
     except (ConnectionError, ValueError):
         print("no run is under way here")
@@ -178,25 +201,30 @@ def stop(wait: bool) -> None:
 # ---- workers ----
 
 
-def launch(run: RunFile, storage: Storage, progress: Progress) -> str:
+def launch(run: RunFile, storage: Storage, progress: Progress, stop: threading.Event, ownership: Ownership) -> str:
     """Trains with whatever started us, and returns `complete` or `interrupted`."""
     if "RANK" in os.environ or importlib.util.find_spec("ray") is None:
-        return _train_here(run, storage, progress)
+        return _train_here(run, storage, progress, stop, ownership)
     prepare(run, storage, progress.say)
-    return _train_on_ray(run, progress)
+    return _train_on_ray(run, progress, stop, ownership)
 
 
-def _train_here(run: RunFile, storage: Storage, progress: Progress) -> str:
+def _train_here(run: RunFile, storage: Storage, progress: Progress, stop: threading.Event, ownership: Ownership) -> str:
     from trainer.parallel import join_world
-    from trainer.train import train
 
-    stop = _stop_on_signals(progress)
+    def check() -> None:
+        prepare(run, storage, progress.say)
+
+    def report(row: dict[str, Any]) -> None:
+        ownership.check()
+        progress.row(row)
+
     with join_world(stop.is_set) as world:
-        world.main_first(lambda: prepare(run, storage, progress.say))
-        return train(run, world, progress.row)
+        world.main_first(check)
+        return train_or_advise(run, world, report)
 
 
-def _train_on_ray(run: RunFile, progress: Progress) -> str:
+def _train_on_ray(run: RunFile, progress: Progress, stop: threading.Event, ownership: Ownership) -> str:
     """`fit` blocks, so it runs in a thread; signals reach only the main thread, which passes a stop on to the workers."""
     os.environ.setdefault("RAY_worker_niceness", "0")  # Ray gives way to everything else on a machine otherwise
     os.environ.setdefault("RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S", "1800")  # nodes and images take minutes to come
@@ -216,15 +244,20 @@ def _train_on_ray(run: RunFile, progress: Progress) -> str:
             object_store_memory=memory,
             **quiet,
         )
-    stop = _stop_on_signals(progress)
+    _stop_on_signals(stop, progress)  # again, as ray.init takes the signals for itself
     control: Any = ray.remote(num_cpus=0)(Control).options(name=Control.NAME, max_concurrency=1).remote()
     failure: list[Exception] = []
     thread = threading.Thread(target=_fit, args=(run, failure), daemon=True)
     try:
         thread.start()
+        over = False
         while thread.is_alive():
-            thread.join(0.3)
-            rows, begun = ray.get(control.exchange.remote(stop.is_set()))
+            # A worker that has ended for good may leave the others waiting for it: they get a moment, and no more.
+            thread.join(ENDED_SECONDS if over else 0.3)
+            if over:
+                break
+            ownership.check()
+            rows, begun, over = ray.get(control.exchange.remote(stop.is_set()))
             for row in rows:
                 progress.row(row)
             if stop.is_set() and not begun:  # workers may wait for nodes for a long time, and there is nothing to save
@@ -240,7 +273,7 @@ def _train_on_ray(run: RunFile, progress: Progress) -> str:
         raise RunError(cause)
     if failure or ending is None:
         logs = "the workers ended without saying how; Ray's logs are in /tmp/ray/session_latest/logs"
-        raise RunError(str(failure[0]).strip() if failure else logs)
+        raise RunError(cause or (str(failure[0]).strip() if failure else logs))
     return ending
 
 
@@ -274,12 +307,11 @@ def _fit(run: RunFile, failure: list[Exception]) -> None:
 
 
 def work(payload: dict[str, Any]) -> None:
-    """What Ray Train runs in each worker. What no retry mends is returned, not raised: raised, Ray would retry it."""
+    """What Ray Train runs in each worker. What no retry mends is told to the driver, which then ends all of them."""
     import ray
 
     from trainer.model import quiet_transformers
     from trainer.parallel import join_world
-    from trainer.train import train
 
     if Path(payload["cwd"]).is_dir():  # a local run's paths are relative to where it was started
         os.chdir(payload["cwd"])
@@ -297,12 +329,31 @@ def work(payload: dict[str, Any]) -> None:
     quiet_transformers()
     with join_world(stop_asked) as world:
         try:
-            ending = train(RunFile.model_validate(payload["run"]), world, lambda row: control.add.remote(row))
+            ending = train_or_advise(RunFile.model_validate(payload["run"]), world, lambda row: control.add.remote(row))
         except (InputError, RunError) as error:
             ray.get(control.end.remote("refused" if isinstance(error, InputError) else "failed", str(error)))
             return
+        except Exception as error:  # raised again, so that Ray starts the workers anew; the first to fail is the cause
+            ray.get(control.failed.remote(f"{type(error).__name__} on worker {world.rank}: {error}"))
+            raise
         if world.is_main:
             ray.get(control.end.remote(ending, None))
+
+
+def train_or_advise(run: RunFile, world: Any, report: Callable[[dict[str, Any]], None]) -> str:
+    """`train`, in which a GPU that is too small becomes a RunError with advice: no retry mends that."""
+    import torch
+
+    from trainer.train import train
+
+    try:
+        return train(run, world, report)
+    except torch.OutOfMemoryError as error:
+        size = f"batch.micro_batch {run.trainer.batch.micro_batch} and data.sequence_length {run.trainer.data.sequence_length}"
+        reason = str(error).partition(". ")[0]
+        raise RunError(
+            f"the memory of worker {world.rank}'s GPU is too small for {size} ({reason}); lower one, or take more workers"
+        ) from None
 
 
 class Control:
@@ -314,18 +365,23 @@ class Control:
         self.rows: list[dict[str, Any]] = []
         self.stop = self.begun = False
         self.how: tuple[str | None, str | None] = (None, None)
+        self.failures: list[str] = []
 
     def add(self, row: dict[str, Any]) -> None:
         self.rows.append(row)
+        self.failures = []  # those before it were mended
 
-    def exchange(self, stop: bool) -> tuple[list[dict[str, Any]], bool]:
-        """Takes note of a stop; the rows that have come since the last call, and whether workers have ever begun."""
+    def exchange(self, stop: bool) -> tuple[list[dict[str, Any]], bool, bool]:
+        """Takes note of a stop; the rows that have come since the last call, whether workers have ever begun, and ended."""
         self.stop = self.stop or stop
         rows, self.rows = self.rows, []
-        return rows, self.begun
+        return rows, self.begun, self.how[0] in ("refused", "failed")
 
     def begin(self) -> None:
         self.begun = True
+
+    def failed(self, cause: str) -> None:
+        self.failures.append(cause)
 
     def stopping(self) -> bool:
         return self.stop
@@ -337,12 +393,12 @@ class Control:
         self.how = (ending, cause)
 
     def ending(self) -> tuple[str | None, str | None]:
-        return self.how
+        """How the run has ended, and why; a cause alone is that of the first worker that failed."""
+        return (None, self.failures[0]) if self.how[0] is None and self.failures else self.how
 
 
-def _stop_on_signals(progress: Progress) -> threading.Event:
-    """An event that SIGTERM or SIGINT sets; a second SIGINT leaves at once, without saving."""
-    stop = threading.Event()
+def _stop_on_signals(stop: threading.Event, progress: Progress) -> None:
+    """SIGTERM and SIGINT set `stop`; a second SIGINT leaves at once, without saving."""
 
     def handle(number: int, _frame: Any) -> None:
         if stop.is_set() and number == signal.SIGINT:
@@ -352,4 +408,3 @@ def _stop_on_signals(progress: Progress) -> threading.Event:
 
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, handle)
-    return stop

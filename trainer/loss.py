@@ -39,6 +39,21 @@ def weighted_loss(model: Any, hidden: torch.Tensor, targets: Targets) -> torch.T
     return _HeadLoss.apply(*arguments)  # type: ignore[return-value]
 
 
+def scores(model: Any, hidden: torch.Tensor, targets: Targets) -> torch.Tensor:
+    """float64 [2]: sum of the supervised tokens' cross entropies, unweighted, and how many of them are the likeliest."""
+    head, scale = model.get_output_embeddings(), LogitScale.of(model.config.get_text_config())
+    hidden = hidden.flatten(0, 1).index_select(0, targets.index)
+    size = chunk_size(len(hidden), len(head.weight), hidden.device)
+    total = torch.zeros(2, dtype=torch.float64, device=hidden.device)
+    for start in range(0, len(hidden), size):
+        part = slice(start, start + size)
+        logits = scale.apply(linear(hidden[part], head.weight, head.bias)).float()
+        counted = targets.weights[part] != 0
+        total[0] += (cross_entropy(logits, targets.labels[part], reduction="none") * counted).sum()
+        total[1] += ((logits.argmax(-1) == targets.labels[part]) & counted).sum()
+    return total
+
+
 def chunk_size(count: int, vocabulary: int, device: torch.device) -> int:
     """Tokens a chunk: of `count` tokens equal parts, as few as memory allows."""
     largest = CPU_CHUNK

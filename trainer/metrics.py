@@ -3,6 +3,7 @@
 import contextlib
 import json
 import time
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -85,10 +86,10 @@ class Meter:
 
 
 class Journal:
-    """metrics.jsonl: one row a logged step, kept through resumes. Only rank 0 has one."""
+    """metrics.jsonl: one row a logged step, kept through resumes. Rank 0 alone writes, once `check` has let it."""
 
-    def __init__(self, storage: Storage, step: int):
-        self.storage = storage
+    def __init__(self, storage: Storage, step: int, check: Callable[[], None]):
+        self.storage, self.check = storage, check
         self.rows = [row for row in read_rows(storage) if row["step"] <= step] if step else []
         self.written = 0.0
 
@@ -100,6 +101,7 @@ class Journal:
             self.flush()
 
     def flush(self) -> None:
+        self.check()
         self.storage.write("metrics.jsonl", "".join(json.dumps(row) + "\n" for row in self.rows).encode())
         self.written = time.monotonic()
 

@@ -21,11 +21,12 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+from transformers.utils.chat_template_utils import render_jinja_template
 
 from trainer.attention import VARLEN, choose_attention, document_bounds
 from trainer.config import InputError, ModelConfig, TrainerConfig, refusing
-from trainer.data import MicroBatch
-from trainer.loss import LogitScale, Targets, weighted_loss
+from trainer.loss import LogitScale, Targets, scores, weighted_loss
+from trainer.packing import MicroBatch
 from trainer.parallel import World
 from trainer.storage import Storage, open_storage
 
@@ -46,8 +47,11 @@ def cache_folder() -> Path:
     return Path(os.environ.get("RAY_FINETUNE_CACHE", "~/.cache/ray-finetune")).expanduser()
 
 
-def fetch_model(config: TrainerConfig, weights: bool) -> Path:
-    """A local folder with the base model, with or without its weights; InputError says what it lacks."""
+def fetch_model(config: TrainerConfig, weights: bool, revision: str | None = None) -> Path:
+    """A local folder with the base model, with or without its weights; InputError says what it lacks.
+
+    `revision`, the commit that the run began with, goes before the settings' own.
+    """
     model = config.model
     if model.path.startswith("s3://"):
         with refusing(f"model.path: {model.path} cannot be read", "give a folder that this run's credentials may read"):
@@ -58,7 +62,7 @@ def fetch_model(config: TrainerConfig, weights: bool) -> Path:
     elif model.path.startswith((".", "/", "~")) or model.path.count("/") != 1:
         raise InputError(f"model.path: {model.path} is no folder; give an existing one, an s3:// folder or a Hub id")
     else:
-        folder = _from_hub(model, weights)
+        folder = _from_hub(model, weights, revision or model.revision)
     if model.gguf_file:
         return _from_gguf(folder, model.gguf_file)
     if not (folder / "config.json").is_file():
@@ -82,7 +86,7 @@ def _download(uri: str, storage: Storage, weights: bool) -> Path:
     return folder
 
 
-def _from_hub(model: ModelConfig, weights: bool) -> Path:
+def _from_hub(model: ModelConfig, weights: bool, revision: str | None) -> Path:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError, RepositoryNotFoundError, RevisionNotFoundError
 
@@ -90,11 +94,9 @@ def _from_hub(model: ModelConfig, weights: bool) -> Path:
     if model.gguf_file:
         wanted = [model.gguf_file]
     try:
-        return Path(snapshot_download(model.path, revision=model.revision, allow_patterns=wanted))
+        return Path(snapshot_download(model.path, revision=revision, allow_patterns=wanted))
     except (RepositoryNotFoundError, RevisionNotFoundError):
-        raise InputError(
-            f"model.path: the Hub has no {model.path} at {model.revision or 'main'}; check both, and HF_TOKEN"
-        ) from None
+        raise InputError(f"model.path: the Hub has no {model.path} at {revision or 'main'}; check both, and HF_TOKEN") from None
     except (LocalEntryNotFoundError, HfHubHTTPError, OSError):
         raise InputError(
             f"model.path: {model.path} is no local folder, and the Hub did not give it; check the path and the network"
@@ -128,15 +130,37 @@ def _from_gguf(folder: Path, name: str) -> Path:
     return target
 
 
-def load_tokenizer(folder: Path) -> Any:
-    """The tokenizer of a model folder; InputError where it has no chat template."""
+def load_tokenizer(folder: Path, config: TrainerConfig) -> Any:
+    """The tokenizer of a model folder, with the run's chat template and added tokens; InputError where it cannot be used."""
     with refusing(f"model.path: {folder} has no tokenizer that can be read", "give a complete model folder"):
-        tokenizer = AutoTokenizer.from_pretrained(folder)
+        tokenizer: Any = AutoTokenizer.from_pretrained(folder)
     if len(tokenizer) < 2:
         raise InputError(f"model.path: {folder} has no tokenizer; give a complete model folder")
-    if not tokenizer.chat_template:
-        raise InputError(f"model.path: {folder} has no chat template; give a model whose tokenizer has one")
+    if not tokenizer.is_fast:
+        raise InputError(f"model.path: {folder} has a tokenizer without tokenizer.json; give one that transformers calls fast")
+    if template := config.data.chat_template:
+        tokenizer.chat_template = _template_text(template, config)
+    if known := [token for token in config.model.added_tokens if token in tokenizer.get_vocab()]:
+        raise InputError(f"model.added_tokens: the tokenizer has {known[0]} already; remove it from the list")
+    tokenizer.add_tokens(config.model.added_tokens, special_tokens=True)
     return tokenizer
+
+
+def _template_text(template: str, config: TrainerConfig) -> str:
+    """A chat template as it is written, or from the file that is named; InputError where it is no template."""
+    import jinja2
+
+    if "{" not in template:
+        folder, _, name = template.rpartition("/")
+        with refusing(f"data.chat_template: {template} cannot be read", "give a file with a Jinja template, or its text"):
+            template = open_storage(folder or ".", config.storage).read(name).decode()
+    try:
+        render_jinja_template([[{"role": "user", "content": "a"}]], chat_template=template)
+    except jinja2.TemplateSyntaxError as error:
+        raise InputError(f"data.chat_template: line {error.lineno}: {error.message}; mend that line") from None
+    except Exception:  # whether it can render a row is told row by row
+        return template
+    return template
 
 
 def check_model(folder: Path, tokenizer: Any, config: TrainerConfig) -> None:
@@ -150,7 +174,7 @@ def check_model(folder: Path, tokenizer: Any, config: TrainerConfig) -> None:
     if config.attention == "flash_attention_2" and importlib.util.find_spec("flash_attn") is None:
         raise InputError("attention: flash_attention_2 needs the package flash-attn, which is not installed; set auto or sdpa")
     shape = model.config.get_text_config()
-    if len(tokenizer) > shape.vocab_size:
+    if len(tokenizer) > shape.vocab_size:  # added tokens have grown it already
         sizes = f"the tokenizer has {len(tokenizer)} tokens, the model {shape.vocab_size}"
         raise InputError(f"model.path: {sizes}; give a tokenizer that belongs to it")
     if (longest := getattr(shape, "max_position_embeddings", None)) and config.data.sequence_length > longest:
@@ -165,13 +189,16 @@ def build_model(folder: Path, config: TrainerConfig, attention: str) -> Any:
     """The model without weights: float32 parameters on the meta device, real buffers, frozen parameters marked."""
     from accelerate import init_empty_weights
 
+    shape = AutoConfig.from_pretrained(folder)
+    before = shape.get_text_config().vocab_size
+    if config.model.added_tokens and (needed := len(load_tokenizer(folder, config))) > before:
+        shape.get_text_config().vocab_size = -(-needed // 64) * 64  # a round number keeps the head's product fast
     with init_empty_weights(include_buffers=False):
-        model = AutoModelForCausalLM.from_config(
-            AutoConfig.from_pretrained(folder), dtype=torch.float32, attn_implementation=attention
-        )
+        model: Any = AutoModelForCausalLM.from_config(shape, dtype=torch.float32, attn_implementation=attention)
     model.tie_weights()
     model.is_compiled = False
-    for method in (supervised_loss, plain_logits):
+    model.grown = _per_token(model, before) if shape.get_text_config().vocab_size > before else {}
+    for method in (supervised_loss, supervised_scores, plain_logits):
         setattr(model, method.__name__, types.MethodType(method, model))
     for pattern in config.model.freeze:
         names = fnmatch.filter((name for name, _ in model.named_parameters()), pattern)
@@ -186,7 +213,14 @@ def build_model(folder: Path, config: TrainerConfig, attention: str) -> Any:
     return model
 
 
-def load_pretrained(model: nn.Module, folder: Path) -> None:
+def _per_token(model: Any, size: int) -> dict[str, int]:
+    """Names of the parameters with one row a token, each with the number of rows that the base model has."""
+    ends = [model.get_input_embeddings(), model.get_output_embeddings()]
+    own = {id(parameter) for end in ends if end is not None for parameter in end.parameters()}
+    return {name: size for name, parameter in model.named_parameters() if id(parameter) in own}
+
+
+def load_pretrained(model: Any, folder: Path) -> None:
     """Copies the base model's weights into this rank's shards, reading from disk only the rows that it owns."""
     where, parameters = weight_files(model, folder), dict(model.named_parameters())
     for file in sorted(set(where.values())):
@@ -195,7 +229,7 @@ def load_pretrained(model: nn.Module, folder: Path) -> None:
                 _copy_rows(parameters[name], weights.get_slice(name))
 
 
-def weight_files(model: nn.Module, folder: Path) -> dict[str, Path]:
+def weight_files(model: Any, folder: Path) -> dict[str, Path]:
     """The safetensors file of each parameter, from the files' headers; InputError where one is missing or of another shape."""
     where: dict[str, Path] = {}
     parameters = dict(model.named_parameters())
@@ -203,9 +237,10 @@ def weight_files(model: nn.Module, folder: Path) -> dict[str, Path]:
         with refusing(f"model.path: {file} is damaged", "fetch it again"), safe_open(file, framework="pt") as weights:
             for name in sorted(weights.keys() & parameters.keys()):
                 where[name] = file
-                shape = list(weights.get_slice(name).get_shape())
-                if shape != list(parameters[name].shape):
-                    wanted = list(parameters[name].shape)
+                shape, wanted = list(weights.get_slice(name).get_shape()), list(parameters[name].shape)
+                if name in model.grown:  # rows for added tokens, which the file lacks
+                    wanted[0] = model.grown[name]
+                if shape != wanted:
                     raise InputError(
                         f"model.path: {name} has shape {shape}, but config.json says {wanted}; give files that belong together"
                     )
@@ -218,12 +253,22 @@ def weight_files(model: nn.Module, folder: Path) -> dict[str, Path]:
 
 
 def _copy_rows(parameter: torch.Tensor, source: Any) -> None:
-    if not isinstance(parameter, DTensor):
-        parameter.data.copy_(source[:])
+    """Fills this rank's rows of `parameter`; rows that `source` lacks, those of added tokens, get the mean of its own.
+
+    At the mean a new token is as likely as an average one, so that the loss does not jump (Hewitt 2021, "Initializing
+    New Word Embeddings for Pretrained Language Models").
+    """
+    target, first = parameter.data, 0
+    if isinstance(parameter, DTensor):
+        shape, offset = compute_local_shape_and_global_offset(parameter.shape, parameter.device_mesh, parameter.placements)
+        target, first = parameter.to_local().data[: shape[0]], offset[0] if shape[0] else 0
+    if not target.numel():
         return
-    shape, offset = compute_local_shape_and_global_offset(parameter.shape, parameter.device_mesh, parameter.placements)
-    if shape[0]:
-        parameter.to_local().data.copy_(source[offset[0] : offset[0] + shape[0]])
+    present = max(0, min(len(target), source.get_shape()[0] - first))
+    if present:
+        target[:present].copy_(source[first : first + present])
+    if present < len(target):
+        target[present:] = source[:].float().mean(0).to(target)
 
 
 def loss_inputs(model: Any, batch: MicroBatch, device: torch.device) -> dict[str, Any]:
@@ -252,14 +297,31 @@ def supervised_loss(
     document_bounds: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Weighted sum of the cross entropies of the supervised tokens; a method of the model, so that FSDP gathers for it."""
+    return weighted_loss(model, _hidden_states(model, input_ids, position_ids, document_bounds), targets)
+
+
+def supervised_scores(
+    model: Any,
+    input_ids: torch.Tensor,
+    position_ids: torch.Tensor,
+    targets: Targets,
+    document_bounds: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """float64 [2]: sum of the supervised tokens' cross entropies, unweighted, and how many of them are the likeliest."""
+    return scores(model, _hidden_states(model, input_ids, position_ids, document_bounds), targets)
+
+
+def _hidden_states(
+    model: Any, input_ids: torch.Tensor, position_ids: torch.Tensor, document_bounds: torch.Tensor | None
+) -> torch.Tensor:
+    """The last hidden states of packed rows, which are kept apart by whatever the model's attention needs for it."""
     documents: dict[str, Any] = {}
     if model.config._attn_implementation.startswith("flash"):
         # transformers tells flash attention of packed rows in a batch of one only; positions start at 0, so one row is exact.
         input_ids, position_ids = input_ids.reshape(1, -1), position_ids.reshape(1, -1)
     elif document_bounds is not None:
         documents = {"document_bounds": document_bounds, "longest_document": input_ids.shape[1]}
-    hidden = model.base_model(input_ids=input_ids, position_ids=position_ids, use_cache=False, **documents).last_hidden_state
-    return weighted_loss(model, hidden, targets)
+    return model.base_model(input_ids=input_ids, position_ids=position_ids, use_cache=False, **documents).last_hidden_state
 
 
 def plain_logits(model: Any, input_ids: torch.Tensor) -> torch.Tensor:
@@ -295,28 +357,35 @@ def check_head(model: Any, device: torch.device) -> None:
 
 @torch.no_grad()
 def answer(
-    model: Any, tokenizer: Any, messages: list[dict[str, str]], max_new_tokens: int, end_of_turn: int | None, device: torch.device
+    model: Any, tokenizer: Any, sample: dict[str, Any], max_new_tokens: int, end_of_turn: int | None, device: torch.device
 ) -> str:
-    """The model's greedy answer to a conversation. A collective: every rank gives the same arguments."""
-    inputs = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt", return_dict=True).to(device)
+    """The model's greedy answer to a sample's messages or prompt. A collective: every rank gives the same arguments."""
+    if "messages" in sample:
+        inputs = tokenizer.apply_chat_template(
+            sample["messages"], tools=sample.get("tools"), add_generation_prompt=True, return_tensors="pt", return_dict=True
+        )
+    else:
+        inputs = tokenizer(sample["prompt"], return_tensors="pt")
+    ids = inputs["input_ids"].to(device)
     stop = [*_as_list(model.generation_config.eos_token_id), *_as_list(tokenizer.eos_token_id), *_as_list(end_of_turn)]
     pad = stop[0] if stop else 0
     with as_published(model):
-        output = model.generate(**inputs, max_new_tokens=max_new_tokens, do_sample=False, eos_token_id=stop, pad_token_id=pad)
-    return tokenizer.decode(output[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True).strip()
+        output = model.generate(input_ids=ids, max_new_tokens=max_new_tokens, do_sample=False, eos_token_id=stop, pad_token_id=pad)
+    return tokenizer.decode(output[0, ids.shape[1] :], skip_special_tokens=True).strip()
 
 
 def _as_list(value: int | list[int] | None) -> list[int]:
     return [] if value is None else [value] if isinstance(value, int) else value
 
 
-def export(model: Any, folder: Path, storage: Storage, end_of_turn: int | None, world: World) -> None:
+def export(model: Any, folder: Path, config: TrainerConfig, storage: Storage, end_of_turn: int | None, world: World) -> None:
     """Writes `model/` of the run: safetensors in the base model's type, config, generation config and tokenizer.
 
     A collective. One file's tensors at a time are gathered, and rank 0 alone writes. A tied head is left out, as
     transformers itself leaves it out.
     """
     base = AutoConfig.from_pretrained(folder)
+    base.get_text_config().vocab_size = model.config.get_text_config().vocab_size
     dtype = base.dtype if isinstance(base.dtype, torch.dtype) else _stored_type(folder)
     files = _split(model, dtype)
     with tempfile.TemporaryDirectory() as scratch:
@@ -327,7 +396,7 @@ def export(model: Any, folder: Path, storage: Storage, end_of_turn: int | None, 
                 storage.upload(Path(scratch, name), f"model/{name}")
                 Path(scratch, name).unlink(missing_ok=True)
         if world.is_main:
-            _write_configs(Path(scratch), base, dtype, folder, end_of_turn)
+            _write_configs(Path(scratch), base, dtype, folder, load_tokenizer(folder, config), end_of_turn)
             if len(files) > 1:
                 index = {key: name for name, tensors in files.items() for key in tensors}
                 size = sum(tensor.numel() * dtype.itemsize for tensors in files.values() for tensor in tensors.values())
@@ -363,18 +432,25 @@ def _full(tensor: torch.Tensor) -> torch.Tensor:
     return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach()
 
 
-def _write_configs(target: Path, base: Any, dtype: torch.dtype, folder: Path, end_of_turn: int | None) -> None:
+def _write_configs(target: Path, base: Any, dtype: torch.dtype, folder: Path, tokenizer: Any, end_of_turn: int | None) -> None:
     base.dtype = dtype
     base.save_pretrained(target)
     try:
         generation = GenerationConfig.from_pretrained(folder)
     except OSError:
         generation = GenerationConfig.from_model_config(base)
-    # A base model's config stops only at the end of a text; the tuned one has learnt to end its turn.
-    stop = _as_list(generation.eos_token_id)
-    if end_of_turn is not None and end_of_turn not in stop:
-        generation.eos_token_id = [end_of_turn, *stop]
+    # Padding needs a token of its own name, not a new one; with the end of a text, it is not what ends a turn.
+    if tokenizer.pad_token is None and tokenizer.eos_token is not None:
+        tokenizer.pad_token = tokenizer.eos_token
+    if generation.pad_token_id is None:
+        generation.pad_token_id = tokenizer.pad_token_id
+    # A base model stops only at the end of a text; the tuned one has learnt to end its turn.
+    if end_of_turn is not None:
+        stop = _as_list(generation.eos_token_id)
+        if end_of_turn not in stop:
+            generation.eos_token_id = [end_of_turn, *stop]
+            tokenizer.eos_token = tokenizer.convert_ids_to_tokens(end_of_turn)
     if not generation.do_sample and (generation.temperature, generation.top_p, generation.top_k) != (None, None, None):
         generation.do_sample = True  # settings for sampling say that it is meant; transformers refuses to save them otherwise
     generation.save_pretrained(target)
-    AutoTokenizer.from_pretrained(folder).save_pretrained(target)
+    tokenizer.save_pretrained(target)

@@ -1,10 +1,15 @@
 """The process group, the device of this process, and how the model is cut over the processes."""
 
 import contextlib
+import faulthandler
+import math
 import os
 import shutil
+import sys
+import threading
+import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -30,6 +35,8 @@ class World:
     device: torch.device
     mesh: DeviceMesh
     stop_asked: Callable[[], bool]
+    on_leave: list[Callable[[], None]] = field(default_factory=list)  # called when this process leaves, however it does
+    watchdog: "Watchdog | None" = None
     _flag: "Reading | None" = None
 
     @property
@@ -50,7 +57,10 @@ class World:
         flag = torch.full((1,), float(self.stop_asked()), device=self.device)  # a copy from the CPU would wait
         dist.all_reduce(flag, op=dist.ReduceOp.MAX)
         self._flag = Reading(flag)
-        return before is not None and before.values() != [0.0]
+        stop = before is not None and before.values() != [0.0]
+        if self.watchdog:
+            self.watchdog.arm()
+        return stop
 
     def sum(self, *values: float) -> list[float]:
         """Each value summed over all ranks. A collective."""
@@ -91,6 +101,36 @@ class Reading:
         return self._host.flatten().tolist()
 
 
+class Watchdog:
+    """Ends this process when a step has taken longer than any may: a collective whose partner is gone, or a device that hangs.
+
+    Its death is what Ray notices, which then starts all workers again from the last checkpoint. Armed after each step,
+    so that the first one, with its compilation, has all the time it needs; at rest while something else than steps runs.
+    """
+
+    def __init__(self, seconds: float):
+        self.seconds = seconds
+        self.deadline = math.inf
+        threading.Thread(target=self._watch, daemon=True).start()
+
+    def arm(self) -> None:
+        self.deadline = time.monotonic() + self.seconds
+
+    def rest(self) -> None:
+        self.deadline = math.inf
+
+    def _watch(self) -> None:
+        while True:
+            time.sleep(min(1.0, self.seconds / 10))
+            if time.monotonic() > self.deadline:
+                print(
+                    f"no step within {self.seconds:g} seconds (hang_seconds): this worker ends, so that all start again",
+                    file=sys.stderr,
+                )
+                faulthandler.dump_traceback(all_threads=True)
+                os._exit(1)
+
+
 @contextlib.contextmanager
 def join_world(stop_asked: Callable[[], bool]) -> Iterator[World]:
     """Joins the process group: Ray Train's where it made one, torchrun's where RANK is set, else a group of one."""
@@ -105,10 +145,13 @@ def join_world(stop_asked: Callable[[], bool]) -> Iterator[World]:
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
         alone = {} if "RANK" in os.environ else {"store": HashStore(), "rank": 0, "world_size": 1}
         dist.init_process_group(backend, **alone)
+    size = dist.get_world_size()
+    world = World(dist.get_rank(), size, device, init_device_mesh(device.type, (size,)), stop_asked)
     try:
-        size = dist.get_world_size()
-        yield World(dist.get_rank(), size, device, init_device_mesh(device.type, (size,)), stop_asked)
+        yield world
     finally:
+        for leave in world.on_leave:
+            leave()
         if own:
             dist.destroy_process_group()
 
@@ -149,7 +192,7 @@ def shard(model: Any, world: World, dtype: torch.dtype) -> Any:
     for module in blocks(model):
         fully_shard(module, mesh=world.mesh, mp_policy=policy, reshard_after_forward=reshard)
     fully_shard(model, mesh=world.mesh, mp_policy=policy)
-    for method in ("supervised_loss", "plain_logits"):
+    for method in ("supervised_loss", "supervised_scores", "plain_logits"):
         register_fsdp_forward_method(model, method)
     materialize(model, world.device)
     return model

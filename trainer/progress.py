@@ -1,10 +1,12 @@
 """What a run shows in a terminal: one line in place on a TTY, one line a logged step elsewhere."""
 
+import itertools
 import os
 import sys
 from typing import Any
 
 from rich.console import Console
+from rich.text import Text
 
 
 class _Console(Console):
@@ -49,11 +51,11 @@ class Progress:
     def _evaluated(self, row: dict[str, Any]) -> None:
         if self.before is None:
             self.before = row
-            return self.say(f"held-out loss before training {row['eval_loss']:.3f}")
-        self.say(f"held-out loss {row['eval_loss']:.3f} (before: {self.before['eval_loss']:.3f})")
-        before = {sample["messages"][-1]["content"]: sample["answer"] for sample in self.before.get("samples", [])}
+            return self.say(f"held-out before training: {_held_out(row)}")
+        self.say(f"held-out: {_held_out(row)} (loss before: {self.before['eval_loss']:.3f})")
+        before = {question_of(sample): sample["answer"] for sample in self.before.get("samples", [])}
         for sample in row.get("samples", []):
-            question = sample["messages"][-1]["content"]
+            question = question_of(sample)
             self.say(f"  {question}\n    before: {before.get(question, '(not asked)')}\n    after:  {sample['answer']}")
         return None
 
@@ -80,6 +82,42 @@ class Progress:
     def _clear(self) -> None:
         if self.console.is_terminal and self.shown:
             self.console.file.write("\r\x1b[2K")
+
+
+def _held_out(row: dict[str, Any]) -> str:
+    figures = f"loss {row['eval_loss']:.3f}, perplexity {row['eval_perplexity']:,.2f}, {row['eval_accuracy']:.1%} of tokens right"
+    sets = [
+        f"{key[5:-5]} {value:.3f}"
+        for key, value in row.items()
+        if key.startswith("eval_") and key.endswith("_loss") and key != "eval_loss"
+    ]
+    return figures + (f" ({', '.join(sets)})" if sets else "")
+
+
+def question_of(sample: dict[str, Any]) -> str:
+    """What a sample asks, as a person reads it: the last message before the answer, or the prompt."""
+    return sample["messages"][-1]["content"] if "messages" in sample else sample["prompt"]
+
+
+def show_rows(sets: Any, plan: Any, tokenizer: Any, console: Console, count: int = 3) -> None:
+    """Prints the first rows that training will see as text: what is learnt on green, or in brackets without colours."""
+    rows = [row for pack in plan.step_packs(1) for row in pack][:count]
+    for row in rows:
+        ids, supervised = sets.train[row]
+        place = f"{sets.files[sets.train.files[row]]}:{sets.train.lines[row]}"
+        text = Text(f"{place}: {len(ids):,} tokens, {int(supervised.sum()):,} of them supervised\n", "bold")
+        for start, stop, on in _runs(supervised):
+            part = tokenizer.decode(ids[start:stop])
+            colours = console.is_terminal and not console.no_color
+            text.append(f"[[{part}]]" if on and not colours else part, "not bold white on dark_green" if on else "not bold dim")
+        text.rstrip()
+        console.print(text, "", sep="\n")
+
+
+def _runs(mask: Any) -> list[tuple[int, int, bool]]:
+    """(start, stop, value) of each stretch of equal values."""
+    edges = [0, *(i for i in range(1, len(mask)) if mask[i] != mask[i - 1]), len(mask)]
+    return [(start, stop, bool(mask[start])) for start, stop in itertools.pairwise(edges)]
 
 
 def clock(seconds: float) -> str:

@@ -42,9 +42,9 @@ TEXT_PACKAGE = ("chatterbot-corpus", "1.3.3", "86de5300afb9a80826386339d3bec79c0
 SETTINGS: dict[str, Any] = {
     "name": "quickstart",
     "model": {"path": str(FOLDER / "model"), "gguf_file": GGUF},
-    "data": {"train": str(FOLDER / "train.jsonl"), "eval": str(FOLDER / "eval.jsonl"), "sequence_length": 256},
+    "data": {"train": str(FOLDER / "train.jsonl"), "eval": str(FOLDER / "eval.jsonl"), "sequence_length": 512},
     "duration": {"epochs": 1},
-    "batch": {"sequences": 4, "micro_batch": 2},
+    "batch": {"sequences": 2, "micro_batch": 1},
     "optim": {"lr": 2e-4},
     "schedule": {"name": "cosine", "warmup_steps": 3, "min_ratio": 0.1},
     "checkpoint": {"every_steps": 10, "keep": 1},

@@ -7,7 +7,7 @@ import jinja2
 
 from trainer.config import RunFile
 from trainer.metrics import read_rows
-from trainer.progress import clock
+from trainer.progress import clock, question_of
 from trainer.storage import Storage
 
 
@@ -34,6 +34,8 @@ def _figures(rows: list[dict[str, Any]]) -> list[tuple[str, str]]:
         figures += [
             ("held-out loss before", f"{measured[0]['eval_loss']:.3f}"),
             ("held-out loss last", f"{measured[-1]['eval_loss']:.3f}"),
+            ("perplexity last", f"{measured[-1]['eval_perplexity']:,.2f}"),
+            ("tokens right last", f"{measured[-1]['eval_accuracy']:.1%}"),
         ]
     if steps:
         speeds = sorted(row["tokens_per_second"] for row in steps)
@@ -53,12 +55,12 @@ def _samples(rows: list[dict[str, Any]]) -> list[dict[str, str]]:
     asked = [row["samples"] for row in rows if row.get("samples")]
     if not asked:
         return []
-    after = {sample["messages"][-1]["content"]: sample["answer"] for sample in asked[-1]} if len(asked) > 1 else {}
+    after = {question_of(sample): sample["answer"] for sample in asked[-1]} if len(asked) > 1 else {}
     return [
         {
-            "prompt": sample["messages"][-1]["content"],
+            "prompt": question_of(sample),
             "before": sample["answer"],
-            "after": after.get(sample["messages"][-1]["content"], ""),
+            "after": after.get(question_of(sample), ""),
             "reference": sample["reference"],
         }
         for sample in asked[0]

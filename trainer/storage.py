@@ -7,15 +7,22 @@ parallel parts. Keys are `/`-separated and relative to the folder.
 
 import contextlib
 import errno
+import hashlib
+import io
 import os
 import shutil
 import stat
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any, BinaryIO, Protocol
+from typing import Any, Protocol
+
+from filelock import FileLock
 
 from trainer.config import InputError, StorageConfig, refusing
+
+PART_BYTES = 16 * 2**20  # of a file in S3, sent or fetched in parallel by that many connections
+CONNECTIONS = 16
 
 
 class Storage(Protocol):
@@ -25,8 +32,12 @@ class Storage(Protocol):
 
     def read(self, key: str) -> bytes: ...
 
-    def write(self, key: str, data: bytes, if_absent: bool = False) -> bool:
-        """Writes all or nothing; with `if_absent`, leaves an existing key alone and says False."""
+    def read_version(self, key: str) -> tuple[bytes, str]:
+        """The content, and its `version`."""
+        ...
+
+    def write(self, key: str, data: bytes | memoryview, if_absent: bool = False, if_version: str | None = None) -> bool:
+        """Writes all or nothing; says False and writes nothing where a key that shall be absent, or of a version, is not."""
         ...
 
     def list(self, prefix: str = "") -> dict[str, int]:
@@ -35,8 +46,12 @@ class Storage(Protocol):
 
     def delete(self, keys: Iterable[str]) -> None: ...
 
-    def open(self, key: str) -> BinaryIO:
-        """A seekable stream for reading."""
+    def local_copy(self, key: str) -> contextlib.AbstractContextManager[Path]:
+        """A local file with the key's content, not to be written to; it may be gone afterwards."""
+        ...
+
+    def version(self, key: str) -> str:
+        """A text that is another one once the content is: a SHA-256, or an ETag."""
         ...
 
     def upload(self, source: Path, key: str) -> None:
@@ -81,9 +96,19 @@ class LocalStorage:
     def read(self, key: str) -> bytes:
         return (self.root / key).read_bytes()
 
-    def write(self, key: str, data: bytes, if_absent: bool = False) -> bool:
+    def read_version(self, key: str) -> tuple[bytes, str]:
+        data = self.read(key)
+        return data, hashlib.sha256(data).hexdigest()
+
+    def write(self, key: str, data: bytes | memoryview, if_absent: bool = False, if_version: str | None = None) -> bool:
         target = self.root / key
         target.parent.mkdir(parents=True, exist_ok=True)
+        if if_version is not None:
+            with FileLock(target.with_name(f".tmp-{target.name}.lock")):
+                try:
+                    return self.version(key) == if_version and self.write(key, data)
+                except FileNotFoundError:
+                    return False
         with tempfile.NamedTemporaryFile(dir=target.parent, prefix=".tmp-", delete=False) as file:
             file.write(data)
             file.flush()
@@ -117,8 +142,13 @@ class LocalStorage:
                 parent.rmdir()
                 parent = parent.parent
 
-    def open(self, key: str) -> BinaryIO:
-        return (self.root / key).open("rb")
+    @contextlib.contextmanager
+    def local_copy(self, key: str) -> Iterator[Path]:
+        yield self.root / key
+
+    def version(self, key: str) -> str:
+        with (self.root / key).open("rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
 
     def upload(self, source: Path, key: str) -> None:
         target = self.root / key
@@ -135,6 +165,7 @@ class LocalStorage:
 class S3Storage:
     def __init__(self, uri: str, config: StorageConfig):
         import boto3
+        from boto3.s3.transfer import TransferConfig
         from botocore.config import Config
 
         self.bucket, _, prefix = uri.removeprefix("s3://").partition("/")
@@ -149,8 +180,10 @@ class S3Storage:
                 s3={"addressing_style": "path"} if config.path_style else None,
                 retries={"mode": "adaptive", "total_max_attempts": 6},
                 connect_timeout=10,
+                max_pool_connections=CONNECTIONS,
             ),
         )
+        self.transfer = TransferConfig(multipart_threshold=PART_BYTES, multipart_chunksize=PART_BYTES, max_concurrency=CONNECTIONS)
 
     def _key(self, key: str) -> str:
         return f"{self.prefix}/{key}".strip("/") if self.prefix else key
@@ -164,15 +197,26 @@ class S3Storage:
         except self.client.exceptions.NoSuchKey:
             raise FileNotFoundError(f"{self.uri}/{key}") from None
 
-    def write(self, key: str, data: bytes, if_absent: bool = False) -> bool:
+    def read_version(self, key: str) -> tuple[bytes, str]:
+        found = self._get(key)
+        return found["Body"].read(), found["ETag"].strip('"')
+
+    def write(self, key: str, data: bytes | memoryview, if_absent: bool = False, if_version: str | None = None) -> bool:
         from botocore.exceptions import ClientError
 
-        condition = {"IfNoneMatch": "*"} if if_absent else {}
+        condition = {"IfNoneMatch": "*"} if if_absent else {"IfMatch": f'"{if_version}"'} if if_version is not None else {}
+        if len(data) > PART_BYTES and not condition:
+            self.client.upload_fileobj(_View(data), self.bucket, self._key(key), Config=self.transfer)
+            return True
         try:
-            self.client.put_object(Bucket=self.bucket, Key=self._key(key), Body=data, **condition)
+            self.client.put_object(Bucket=self.bucket, Key=self._key(key), Body=bytes(data), **condition)
         except ClientError as error:
-            # 409: another conditional write to the key is under way, so that one wins.
-            if if_absent and error.response["ResponseMetadata"]["HTTPStatusCode"] in (409, 412):
+            # 409: another conditional write to the key is under way, so that one wins; 404: what should be replaced is gone.
+            if (
+                condition
+                and error.response["ResponseMetadata"]["HTTPStatusCode"] in (404, 409, 412)
+                and _code(error) != "NoSuchBucket"
+            ):
                 return False
             raise
         return True
@@ -187,21 +231,60 @@ class S3Storage:
         for key in keys:
             self.client.delete_object(Bucket=self.bucket, Key=self._key(key))
 
-    def open(self, key: str) -> BinaryIO:
-        # DCP seeks in a shard many times; a local copy turns that into one parallel transfer.
-        file = tempfile.TemporaryFile()  # noqa: SIM115 (the caller closes it)
+    @contextlib.contextmanager
+    def local_copy(self, key: str) -> Iterator[Path]:
+        with tempfile.NamedTemporaryFile(prefix="ray-finetune-") as file:
+            try:
+                self.client.download_file(self.bucket, self._key(key), file.name, Config=self.transfer)
+            except self.client.exceptions.ClientError as error:
+                raise _missing(error, f"{self.uri}/{key}") from None
+            yield Path(file.name)
+
+    def version(self, key: str) -> str:
         try:
-            self.client.download_fileobj(self.bucket, self._key(key), file)
+            return self.client.head_object(Bucket=self.bucket, Key=self._key(key))["ETag"].strip('"')
         except self.client.exceptions.ClientError as error:
-            if error.response["Error"]["Code"] in ("404", "NoSuchKey"):
-                raise FileNotFoundError(errno.ENOENT, "No such object", f"{self.uri}/{key}") from None
-            raise
-        file.seek(0)
-        return file  # pyright: ignore[reportReturnType]
+            raise _missing(error, f"{self.uri}/{key}") from None
 
     def upload(self, source: Path, key: str) -> None:
-        self.client.upload_file(str(source), self.bucket, self._key(key))
+        self.client.upload_file(str(source), self.bucket, self._key(key), Config=self.transfer)
 
     def download(self, key: str, target: Path) -> None:
         target.parent.mkdir(parents=True, exist_ok=True)
-        self.client.download_file(self.bucket, self._key(key), str(target))
+        self.client.download_file(self.bucket, self._key(key), str(target), Config=self.transfer)
+
+
+class _View(io.RawIOBase):
+    """A stream over memory that is not copied whole: s3transfer reads one part after the other from it."""
+
+    def __init__(self, data: bytes | memoryview):
+        self.data, self.at = memoryview(data), 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        self.at = offset + {io.SEEK_SET: 0, io.SEEK_CUR: self.at, io.SEEK_END: len(self.data)}[whence]
+        return self.at
+
+    def tell(self) -> int:
+        return self.at
+
+    def readinto(self, buffer: Any) -> int:
+        part = self.data[self.at : self.at + len(buffer)]
+        buffer[: len(part)] = part
+        self.at += len(part)
+        return len(part)
+
+
+def _code(error: Any) -> str:
+    return error.response["Error"]["Code"]
+
+
+def _missing(error: Any, uri: str) -> Exception:
+    """The FileNotFoundError that an S3 error means, or the error itself."""
+    gone = _code(error) in ("404", "NoSuchKey")
+    return FileNotFoundError(errno.ENOENT, "No such object", uri) if gone else error

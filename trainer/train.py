@@ -4,7 +4,6 @@ The same function runs under Ray Train, under torchrun and as one process; who s
 """
 
 import gc
-import json
 import math
 from collections.abc import Callable
 from typing import Any, Literal
@@ -16,12 +15,14 @@ from transformers import AutoConfig
 from trainer.attention import choose_attention
 from trainer.checkpoint import Checkpoints
 from trainer.config import RunError, RunFile, TrainerConfig
-from trainer.data import MicroBatch, Plan, Tokens, epoch_zero, micro_batches, num_supervised, num_tokens
+from trainer.inputs import Sets, load_sets, read_inputs
 from trainer.metrics import Journal, Meter
 from trainer.model import answer, build_model, check_head, export, fetch_model, load_pretrained, load_tokenizer, loss_inputs
 from trainer.optim import build_optimizer, clip_gradients, guarded_step, learning_rate, set_learning_rate
-from trainer.parallel import Reading, World, accumulate, compile_blocks, compute_type, free_gathered, shard
-from trainer.storage import Storage, open_storage
+from trainer.packing import MicroBatch, Plan, micro_batches, num_tokens, pack, total_weight
+from trainer.parallel import Reading, Watchdog, World, accumulate, compile_blocks, compute_type, free_gathered, shard
+from trainer.storage import open_storage
+from trainer.tokens import Tokens
 
 Ending = Literal["complete", "interrupted"]
 
@@ -30,9 +31,11 @@ def train(run: RunFile, world: World, report: Callable[[dict[str, Any]], None]) 
     """Trains until the run's end or until someone asks to stop; `report` is told of every row of metrics.jsonl."""
     config = run.trainer
     storage = open_storage(run.uri, config.storage)
-    folder = fetch_model(config, weights=True)
-    tokens = Tokens.from_bytes(storage.read("data/train.npz"))
-    plan = Plan(tokens, config)
+    inputs = read_inputs(storage)
+    assert inputs is not None, "the driver writes inputs.json before any worker starts"
+    folder = fetch_model(config, weights=True, revision=inputs.model_revision)
+    sets = load_sets(config, inputs)
+    plan = Plan(sets.train, config)
 
     dtype = compute_type(config, world.device)
     attention = choose_attention(AutoConfig.from_pretrained(folder), config, world.device, dtype)
@@ -40,15 +43,15 @@ def train(run: RunFile, world: World, report: Callable[[dict[str, Any]], None]) 
     compile_blocks(model, config, world.device)
     model = shard(model, world, dtype)
     optimizer = build_optimizer(model, config.optim)
-    checkpoints = Checkpoints(storage, config.checkpoint.keep, world)
-    step = checkpoints.restore(model, optimizer)
+    checkpoints = Checkpoints(storage, config.checkpoint.keep, world, model, optimizer)
+    step = checkpoints.restore()
     if step == 0:
         load_pretrained(model, folder)
         check_head(model, world.device)
         free_gathered(model)
 
-    journal = Journal(storage, step)
-    held_out = HeldOut(config, storage, folder, world)
+    journal = Journal(storage, step, checkpoints.check_newest)
+    held_out = HeldOut(config, sets, folder, world)
 
     def record(row: dict[str, Any]) -> None:
         if world.is_main:
@@ -65,6 +68,7 @@ def train(run: RunFile, world: World, report: Callable[[dict[str, Any]], None]) 
     elif world.is_main and journal.rows:
         report(journal.rows[0])  # what it was before training, to compare with at the end
 
+    world.watchdog = Watchdog(config.hang_seconds)
     meter = Meter(model, config.data.sequence_length, plan.num_steps, world)
     under_way = UnderWay(config.log_every_steps, meter, record)
     gc.collect()
@@ -72,13 +76,13 @@ def train(run: RunFile, world: World, report: Callable[[dict[str, Any]], None]) 
     stopping = False
     while step < plan.num_steps and not stopping:
         step += 1
-        packs = [plan.rows(number) for number in plan.step_packs(step)]
+        packs = plan.step_packs(step)
         lr = learning_rate(step, plan.num_steps, config.optim.lr, config.schedule)
         set_learning_rate(optimizer, lr)
         torch.manual_seed(config.seed + step * world.size + world.rank)  # dropout, where a model has it
-        loss, norm = train_step(model, optimizer, tokens, packs, config, world)
+        loss, norm = train_step(model, optimizer, sets.train, packs, config, world)
         under_way.finish()  # the step before, while the device works on this one
-        under_way.add(step, lr, num_tokens(tokens, packs), world.sum_later(loss), Reading(norm))
+        under_way.add(step, lr, num_tokens(sets.train, packs), world.sum_later(loss), Reading(norm))
 
         stopping = world.stopping()
         last = stopping or step == plan.num_steps
@@ -88,18 +92,23 @@ def train(run: RunFile, world: World, report: Callable[[dict[str, Any]], None]) 
         if saving or measuring or not world.runs_ahead:
             under_way.finish(log=saving)
         if saving:
+            world.watchdog.rest()
             if world.is_main:
                 journal.flush()
-            checkpoints.save(step, model, optimizer)
+            checkpoints.save(step)
             meter.pause()
         if measuring:
+            world.watchdog.rest()
             measure(samples=False)
             meter.pause()
 
     if step < plan.num_steps:
+        checkpoints.finish()
         return "interrupted"
     measure(samples=True)
-    export(model, folder, storage, held_out.end_of_turn, world)
+    checkpoints.finish()
+    world.main_first(checkpoints.check_newest)
+    export(model, folder, config, storage, sets.end_of_turn, world)
     if world.is_main:
         journal.flush()
     return "complete"
@@ -140,13 +149,13 @@ def train_step(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """One optimiser step over all packs; returns this rank's part of the loss and the gradient's norm before clipping.
 
-    The loss is a sum over tokens divided by the supervised tokens of the whole step, so that neither accumulation nor
-    the number of workers changes it. FSDP averages gradients over ranks; the factor `world.size` undoes that.
+    The loss is a weighted sum over tokens divided by the weights of the whole step, so that neither accumulation nor the
+    number of workers changes it. FSDP averages gradients over ranks; the factor `world.size` undoes that.
     """
     optimizer.zero_grad(set_to_none=True)
     total = torch.zeros((), device=world.device)
-    weight = 1 / num_supervised(tokens, packs)
-    batches = micro_batches(tokens, packs, config, world.rank, world.size)
+    weight = 1 / total_weight(tokens, packs)
+    batches = list(micro_batches(tokens, packs, config, world.rank, world.size))
     for number, batch in enumerate(batches, start=1):
         accumulate(model, world, last=number == len(batches))
         loss = batch_loss(model, batch, world) * weight
@@ -171,30 +180,41 @@ def finite(step: int, what: str, value: float) -> None:
 class HeldOut:
     """What is measured on rows that are not trained on; without such rows, nothing."""
 
-    def __init__(self, config: TrainerConfig, storage: Storage, folder: Any, world: World):
-        self.config, self.world = config, world
-        self.tokens = Tokens.from_bytes(storage.read("data/eval.npz")) if config.data.eval else None
-        facts = json.loads(storage.read("data/facts.json"))
-        self.prompts, self.end_of_turn = facts["prompts"], facts["end_of_turn"]
-        self.tokenizer = load_tokenizer(folder) if self.prompts else None
+    def __init__(self, config: TrainerConfig, sets: Sets, folder: Any, world: World):
+        self.config, self.sets, self.world = config, sets, world
+        self.tokenizer = load_tokenizer(folder, config) if sets.samples else None
 
     @torch.no_grad()
     def measure(self, model: Any, samples: bool) -> dict[str, Any]:
-        """Mean loss over exactly the supervised tokens, each once, and answers to the prompts. A collective."""
-        if self.tokens is None:
+        """Loss, perplexity and token accuracy of each set, and answers to the samples. A collective."""
+        if not self.sets.held_out:
             return {}
         model.eval()
-        packs = epoch_zero(self.tokens, self.config)
-        total = torch.zeros((), dtype=torch.float64, device=self.world.device)
-        for batch in micro_batches(self.tokens, packs, self.config, self.world.rank, self.world.size):
-            total += batch_loss(model, batch, self.world)
-        row: dict[str, Any] = {"eval_loss": self.world.sum(total.item())[0] / num_supervised(self.tokens, packs)}
+        scores = {name: self._score(model, tokens) for name, tokens in self.sets.held_out.items()}
+        row = _figures("eval", sum(scores.values(), torch.zeros(3, dtype=torch.float64)))
+        if len(scores) > 1:
+            for name, score in scores.items():
+                row |= _figures(f"eval_{name}", score)
         if samples:
-            row["samples"] = [prompt | {"answer": self._answer(model, prompt)} for prompt in self.prompts]
+            row["samples"] = [sample | {"answer": self._answer(model, sample)} for sample in self.sets.samples]
         model.train()
         free_gathered(model)
         return row
 
-    def _answer(self, model: Any, prompt: dict[str, Any]) -> str:
+    def _score(self, model: Any, tokens: Tokens) -> torch.Tensor:
+        """float64 [3]: loss summed over exactly the supervised tokens, each once; how many are right; how many there are."""
+        packs = pack(tokens.lengths, self.config.data.sequence_length, np.arange(len(tokens)))
+        total = torch.zeros(2, dtype=torch.float64, device=self.world.device)
+        for batch in micro_batches(tokens, packs, self.config, self.world.rank, self.world.size):
+            total += model.supervised_scores(**loss_inputs(model, batch, self.world.device))
+        return torch.tensor([*self.world.sum(*total.tolist()), float(tokens.labels.sum())], dtype=torch.float64)
+
+    def _answer(self, model: Any, sample: dict[str, Any]) -> str:
         length = self.config.evaluate.max_new_tokens
-        return answer(model, self.tokenizer, prompt["messages"], length, self.end_of_turn, self.world.device)
+        return answer(model, self.tokenizer, sample, length, self.sets.end_of_turn, self.world.device)
+
+
+def _figures(prefix: str, score: torch.Tensor) -> dict[str, Any]:
+    loss, right, count = score.tolist()
+    mean = loss / count
+    return {f"{prefix}_loss": mean, f"{prefix}_perplexity": math.exp(min(mean, 700)), f"{prefix}_accuracy": right / count}

@@ -2,7 +2,7 @@
 
     python tests/bench/speed.py [--steps N] [--profile] [CASE ...] > RESULTS.md
 
-Results as JSON go to speed-N.json in $OUT or here.
+Results as JSON go to speed-N.json in the folder that --out names.
 
 Each case is one process that runs the trainer's own step on random tokens: `full` rows fill a sequence each, `chat`
 rows are log-normal with a mean of 600 tokens and packed. The other cases say what each thing is worth. Tokens/s is of
@@ -53,10 +53,10 @@ def measure(case: dict[str, Any], num_steps: int, profile: bool) -> dict[str, An
     import trainer.loss
     import trainer.train
     from trainer.config import TrainerConfig
-    from trainer.data import num_supervised, num_tokens
     from trainer.metrics import flops_per_token, mfu
     from trainer.model import build_model
     from trainer.optim import build_optimizer
+    from trainer.packing import num_tokens, total_weight
     from trainer.parallel import compile_blocks, compute_type, join_world, shard
     from trainer.train import train_step
 
@@ -126,7 +126,7 @@ def measure(case: dict[str, Any], num_steps: int, profile: bool) -> dict[str, An
         speed = statistics.median(num_tokens(tokens, packs) / s for packs, s in zip(counted, seconds, strict=False))
         count = sum(parameter.numel() for parameter in model.parameters())
         flops = flops_per_token(count, shape.num_hidden_layers, shape.hidden_size, LENGTH)
-        supervised = sum(num_supervised(tokens, packs) for packs in counted) / sum(num_tokens(tokens, packs) for packs in counted)
+        supervised = sum(total_weight(tokens, packs) for packs in counted) / sum(num_tokens(tokens, packs) for packs in counted)
         from torch._dynamo.utils import counters
 
         return {
@@ -157,8 +157,9 @@ def print_kernels(profiler: Any) -> None:
 def make_steps(rows: str, num_steps: int, config: Any) -> tuple[Any, list[list[Any]]]:
     """Random tokens and the packs of each step."""
     import numpy as np
+    from stores import tokens_of
 
-    from trainer.data import Plan, Tokens
+    from trainer.packing import Plan
 
     random = np.random.default_rng(0)
     count = config.batch.sequences * num_steps
@@ -170,9 +171,9 @@ def make_steps(rows: str, num_steps: int, config: Any) -> tuple[Any, list[list[A
     # Half of the tokens follow from the one before, so that there is something to learn.
     ids = random.integers(0, 20000, total, dtype=np.int32)
     ids[1::2] = (ids[: total // 2 * 2 : 2] * 7 + 1) % 20000
-    tokens = Tokens(ids, np.ones(total, bool), np.concatenate([[0], np.cumsum(lengths)]))
+    tokens = tokens_of(ids, np.ones(total, bool), lengths)
     plan = Plan(tokens, config)
-    return tokens, [[plan.rows(number) for number in plan.step_packs(step)] for step in range(1, num_steps + 1)]
+    return tokens, [plan.step_packs(step) for step in range(1, num_steps + 1)]
 
 
 def main() -> None:
@@ -180,6 +181,7 @@ def main() -> None:
     parser.add_argument("cases", nargs="*", metavar="CASE", help=f"of {', '.join(CASES)}; all where none is named")
     parser.add_argument("--steps", type=int, default=26)
     parser.add_argument("--profile", action="store_true", help="print where a step's time goes, on stderr")
+    parser.add_argument("--out", type=Path, default=Path(), help="folder of the JSON file")
     parser.add_argument("--one", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.one:
@@ -189,7 +191,7 @@ def main() -> None:
     print("| case | tokens/s | MFU | supervised | GiB | start s | graphs | loss |\n|---|---|---|---|---|---|---|---|")
     for name in arguments.cases or CASES:
         command = [sys.executable, __file__, "--one", name, "--steps", str(arguments.steps)]
-        path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+        path = os.pathsep.join(filter(None, [str(ROOT), str(ROOT / "tests" / "trainer"), os.environ.get("PYTHONPATH")]))
         done = subprocess.run(
             [*command, *(["--profile"] if arguments.profile else [])],
             stdout=subprocess.PIPE,
@@ -206,7 +208,7 @@ def main() -> None:
             f"{row['loss'][0]:.3f} -> {row['loss'][1]:.3f} |",
             flush=True,
         )
-        Path(os.environ.get("OUT", "."), f"speed-{arguments.steps}.json").write_text(json.dumps(results, indent=1))
+        (arguments.out / f"speed-{arguments.steps}.json").write_text(json.dumps(results, indent=1))
 
 
 if __name__ == "__main__":

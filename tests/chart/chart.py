@@ -25,6 +25,7 @@ TRAINER = {
 }
 CPU = {"trainer": TRAINER, "workers": {"nodes": 2, "cpu": 2, "memory": "4Gi"}}
 GPU = {"trainer": TRAINER, "workers": {"instanceType": "g6.12xlarge", "nodes": 2}}
+QUEUE = {"queue": {"name": "gpus"}, "serviceAccount": {"create": False, "name": "trainer"}}
 
 Objects = dict[str, dict[str, Any]]
 ANSWERS: dict[str, subprocess.CompletedProcess[str]] = {}
@@ -98,11 +99,15 @@ def yaml_text(values: dict[str, Any]) -> str:
 
 
 def parse(manifest: str) -> Objects:
-    """Objects by kind, the dashboard's ConfigMap as Dashboard; two of one kind would be a surprise in this chart."""
+    """Objects by kind, but the dashboard's ConfigMap as Dashboard and the check's as CheckConfigMap; two of one kind would be a surprise."""
     objects: Objects = {}
     for document in yaml.load_all(manifest, Loader=Yaml12Loader):
         if document:
-            kind = "Dashboard" if "ray-finetune.json" in document.get("data", {}) else document["kind"]
+            kind = document["kind"]
+            if "ray-finetune.json" in document.get("data", {}):
+                kind = "Dashboard"
+            elif kind == "ConfigMap" and "helm.sh/hook" in document["metadata"].get("annotations", {}):
+                kind = "CheckConfigMap"
             assert kind not in objects, f"two objects of kind {kind}"
             objects[kind] = document
     return objects
@@ -127,6 +132,8 @@ def run_file(objects: Objects) -> dict[str, Any]:
 
 
 def pod(objects: Objects, role: str) -> dict[str, Any]:
+    if role in ("check", "test"):
+        return objects["Job"]["spec"]["template"] if role == "check" else objects["Pod"]
     spec = objects["RayJob"]["spec"]
     if role == "submitter":
         return spec["submitterPodTemplate"]

@@ -19,6 +19,8 @@ from trainer.config import TrainerConfig
 CHART = Path(__file__).parents[2] / "charts/ray-finetune"
 TEMPLATE = CHART / "values.schema.tmpl.json"
 SCHEMA = CHART / "values.schema.json"
+# Helm prints what a constant should have been, which is the one place of a schema for a word to the user.
+NUMBER_HINT = "a number: --set makes text of 1e-5, and --set-json does not"
 
 
 def to_draft_07(node: Any) -> Any:
@@ -42,6 +44,24 @@ def to_draft_07(node: Any) -> Any:
         else:
             result[key] = to_draft_07(value)
     return result
+
+
+def explain_numbers(node: Any) -> Any:
+    """Text where a number belongs, such as `--set trainer.optim.lr=1e-5`, is refused with the way to write it."""
+    if isinstance(node, list):
+        return [explain_numbers(item) for item in node]
+    if not isinstance(node, dict):
+        return node
+    if not takes_number_and_no_text(node):
+        return {key: explain_numbers(value) for key, value in node.items()}
+    said = {key: value for key, value in node.items() if key in ("default", "description")}
+    rest = {key: value for key, value in node.items() if key not in said}
+    return said | {"if": {"type": "string"}, "then": {"const": NUMBER_HINT}, "else": rest}
+
+
+def takes_number_and_no_text(schema: dict[str, Any]) -> bool:
+    types = [option.get("type") for option in schema.get("anyOf", [schema])]
+    return "number" in types and set(types) <= {"number", "null"}
 
 
 def descriptions() -> dict[tuple[str, ...], str]:
@@ -79,7 +99,7 @@ def build_schema() -> dict[str, Any]:
     clash = set(definitions) & set(schema["definitions"])
     assert not clash, f"the chart and the trainer both define {sorted(clash)}"
     for name, definition in definitions.items():
-        schema["definitions"][name] = to_draft_07(definition)
+        schema["definitions"][name] = explain_numbers(to_draft_07(definition))
     return schema
 
 

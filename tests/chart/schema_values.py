@@ -22,6 +22,8 @@ class ValuesFrom:
     def of(self, schema: dict[str, Any]) -> st.SearchStrategy[Any]:
         if "$ref" in schema:
             return self.of(self.root["definitions"][schema["$ref"].rpartition("/")[2]])
+        if "else" in schema:
+            return self.of(schema["else"])
         for choice in ("oneOf", "anyOf"):
             if choice in schema and "type" not in schema:
                 return st.one_of([self.of(option) for option in schema[choice]])
@@ -45,7 +47,7 @@ class ValuesFrom:
             case "string":
                 return self.strings(schema)
             case "array":
-                return st.lists(self.of(schema["items"]), max_size=3)
+                return st.lists(self.of(schema["items"]), min_size=schema.get("minItems", 0), max_size=3)
         return self.objects(schema)
 
     def integers(self, schema: dict[str, Any]) -> st.SearchStrategy[int]:
@@ -83,6 +85,10 @@ class ValuesFrom:
         return st.one_of(TEXT, AWKWARD).filter(lambda text: schema.get("minLength", 0) <= len(text) <= limit)
 
     def objects(self, schema: dict[str, Any]) -> st.SearchStrategy[dict[str, Any]]:
+        if "patternProperties" in schema:
+            [(pattern, value)] = schema["patternProperties"].items()
+            names = self.strings({"type": "string", "pattern": pattern})
+            return st.dictionaries(names, self.of(value), min_size=schema.get("minProperties", 0), max_size=3)
         if "properties" not in schema:
             names = self.of(
                 {"type": "string", **schema["propertyNames"]} if "pattern" in schema["propertyNames"] else schema["propertyNames"]

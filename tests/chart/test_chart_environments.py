@@ -1,6 +1,5 @@
 """Every values file that is shipped renders, to objects that the API server takes and settings that the trainer takes."""
 
-import shutil
 import subprocess
 
 import pytest
@@ -80,7 +79,17 @@ def test_the_applicationset_deploys_every_environment_and_nothing_else():
 
 @shipped
 def test_helm_3_and_helm_4_render_the_same_bytes(values):
-    other = shutil.which("helm4")
-    if not other:
-        pytest.skip("no helm4 on PATH beside helm")
-    assert helm_template(values, helm=other).stdout == helm_template(values).stdout
+    other = helm_template(values, helm=tool("helm4"))
+    assert other.returncode == 0, other.stderr
+    assert other.stdout == helm_template(values).stdout
+    assert other.stdout
+
+
+def test_the_two_helms_are_two_major_versions():
+    version = {
+        name: subprocess.run([tool(name), "version", "--short"], capture_output=True, text=True).stdout
+        for name in ("helm", "helm4")
+    }
+    assert version["helm4"].startswith("v4.")
+    if not version["helm"].startswith("v3."):
+        pytest.skip("the helm on PATH is itself a Helm 4")

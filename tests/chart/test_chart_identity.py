@@ -3,7 +3,7 @@
 import re
 
 import pytest
-from chart import CPU, GPU, TRAINER, merged, pod, render, run_file, run_name
+from chart import CPU, GPU, QUEUE, TRAINER, merged, only_in_long_runs, pod, render, run_file, run_name
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -16,7 +16,7 @@ RELEASE = st.from_regex(r"[a-z0-9]([-a-z0-9]{0,20}[a-z0-9])?(\.[a-z0-9]([-a-z0-9
 def names_and_labels(objects):
     for kind, obj in objects.items():
         yield kind, obj["metadata"]["name"], obj["metadata"]["labels"]
-    for role in ("head", "worker", "submitter"):
+    for role in ("head", "worker", "submitter", *(["check"] if "Job" in objects else [])):
         yield role, None, pod(objects, role)["metadata"]["labels"]
 
 
@@ -30,10 +30,10 @@ def assert_within_limits(objects):
             assert len(value) <= 63, f"{kind} has {key}={value}"
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=only_in_long_runs(15), deadline=None)
 @given(RELEASE.filter(lambda name: len(name) <= 53))
 def test_names_and_labels_are_within_limits_for_any_release_name(release):
-    assert_within_limits(render(CPU, release=release))
+    assert_within_limits(render(merged(CPU, QUEUE), release=release))
 
 
 @pytest.mark.parametrize(
@@ -75,8 +75,8 @@ MATTERS = {
     "the submitter's image": {"submitter": {"image": None}},
     "rerun": {"lifecycle": {"rerun": "again"}},
     "the grace period": {"lifecycle": {"terminationGracePeriodSeconds": 200}},
-    "the queue": {"queue": {"name": "gpus"}},
-    "the queue's priority": {"queue": {"name": "gpus", "priorityClass": "high"}},
+    "the queue": QUEUE,
+    "the queue's priority": merged(QUEUE, {"queue": {"priorityClass": "high"}}),
     "the node selector": {"workers": {"nodeSelector": {"pool": "a"}}},
     "the cache": {"modelCache": {"claim": "cache"}},
     "authentication": {"auth": {"mode": "disabled"}},
@@ -96,12 +96,13 @@ EDITED_IN_PLACE = {
     "backoffLimit": {"lifecycle": {"backoffLimit": 0}},
     "ttlSecondsAfterFinished": {"lifecycle": {"ttlSecondsAfterFinished": 0}},
     "global": {"global": {"team": "research"}},
+    "the check before a queue": {"queue": {"check": False}},
 }
 
 
 @pytest.mark.parametrize("change", EDITED_IN_PLACE.values(), ids=EDITED_IN_PLACE)
 def test_what_does_not_change_the_run_keeps_its_name(change):
-    before, after = render(GPU), render(merged(GPU, change))
+    before, after = render(merged(GPU, QUEUE)), render(merged(GPU, QUEUE, change))
     assert after["RayJob"]["metadata"]["name"] == before["RayJob"]["metadata"]["name"]
     assert after["ConfigMap"]["metadata"]["name"] == before["ConfigMap"]["metadata"]["name"]
 

@@ -1,12 +1,12 @@
 """The pods of a run: what Pod Security's `restricted` asks of them, and where EFA, GPUs and tokens may be."""
 
 import pytest
-from chart import CPU, GPU, container, env, merged, pod, render
+from chart import CPU, GPU, QUEUE, container, env, merged, pod, render
 
 CASES = {
     "CPU": CPU,
     "GPU": GPU,
-    "queue": merged(GPU, {"queue": {"name": "gpus"}}),
+    "queue": merged(GPU, QUEUE),
     "training image as submitter": merged(GPU, {"submitter": {"image": None}}),
     "DRA": merged(GPU, {"efa": {"driver": "dra"}, "workers": {"shm": "1Gi", "hugepages2Mi": "5120Mi"}}),
     "cache claim": merged(GPU, {"modelCache": {"claim": "models"}}),
@@ -37,10 +37,18 @@ def violations(spec, containers):
             yield "seccomp"
 
 
+def roles(objects):
+    """Every pod of a release; a check stands before a queued run only."""
+    return ["head", "worker", "submitter", "test", *(["check"] if "Job" in objects else [])]
+
+
 @cases
-@pytest.mark.parametrize("role", ["head", "worker", "submitter"])
+@pytest.mark.parametrize("role", ["head", "worker", "submitter", "test", "check"])
 def test_every_pod_meets_pod_security_restricted(values, role):
     objects = render(values)
+    if role not in roles(objects):
+        assert "queue" not in values
+        return
     spec = pod(objects, role)["spec"]
     containers = list(spec["containers"])
     if role == "head":
@@ -65,7 +73,7 @@ def test_workers_that_lock_memory_are_the_only_exception():
 @cases
 def test_only_workers_ask_for_gpus_efa_and_huge_pages(values):
     objects = render(values)
-    for role in ("head", "submitter"):
+    for role in set(roles(objects)) - {"worker"}:
         resources = container(objects, role)["resources"]
         assert set(resources["limits"]) == set(resources["requests"]) == {"cpu", "memory"}
         assert "claims" not in resources
@@ -75,7 +83,7 @@ def test_only_workers_ask_for_gpus_efa_and_huge_pages(values):
 @cases
 def test_every_mount_has_its_volume_and_every_volume_its_mount(values):
     objects = render(values)
-    for role in ("head", "worker", "submitter"):
+    for role in roles(objects):
         mounts = container(objects, role)["volumeMounts"]
         assert len({mount["mountPath"] for mount in mounts}) == len(mounts)
         assert {mount["name"] for mount in mounts} == {volume["name"] for volume in pod(objects, role)["spec"]["volumes"]}
@@ -85,6 +93,8 @@ def test_every_mount_has_its_volume_and_every_volume_its_mount(values):
 def test_variables_come_once_and_the_same_on_head_and_workers_but_for_the_hidden_driver(values):
     objects = render(values)
     head, worker = env(objects, "head"), env(objects, "worker")
+    for role in set(roles(objects)) & {"test", "check"}:
+        assert env(objects, role) == head
     assert head.pop("NVIDIA_VISIBLE_DEVICES") == "void"
     assert head == worker
 

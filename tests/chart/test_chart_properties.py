@@ -47,6 +47,9 @@ def values_files(draw: st.DrawFn) -> dict[str, Any]:
         values["efa"] = draw(VALUES.of(SCHEMA["properties"]["efa"]))
     if draw(st.booleans()):
         values["queue"] = draw(VALUES.of(SCHEMA["properties"]["queue"]))
+        if values["queue"]["check"]:
+            # What the check needs; one in two would be refused without.
+            values["serviceAccount"] = {"create": False, "annotations": {}, **draw(st.sampled_from([{}, {"name": "trainer"}]))}
     return {**base, **values}
 
 

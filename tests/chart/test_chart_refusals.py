@@ -1,7 +1,7 @@
 """What cannot work is refused at render, by a sentence that names the key and says what to write."""
 
 import pytest
-from chart import CPU, GPU, TRAINER, container, merged, refusal, render, run_file
+from chart import CPU, GPU, TRAINER, container, env, merged, refusal, render, run_file
 
 NEEDS_FIGURES = {"trainer": TRAINER, "workers": {"instanceType": "g9.4xlarge", "cpu": 8, "memory": "16Gi", "gpus": 2}}
 ONE_GPU = {"trainer": TRAINER, "workers": {"instanceType": "g6.xlarge", "nodes": 2}}
@@ -10,6 +10,11 @@ REFUSED = {
     # key and values -> what the message must hold
     "gpus": (GPU, {"workers": {"gpus": 8}}, ["workers.gpus is 8", "g6.12xlarge has 4", "at most 4"]),
     "efa": (GPU, {"workers": {"efa": 4}}, ["workers.efa is 4", "g6.12xlarge has 1", "at most 1"]),
+    "EFA interfaces of a type without": (
+        ONE_GPU,
+        {"workers": {"efa": 1}},
+        ["workers.efa is 1, but a g6.xlarge has no EFA interface: write 0, or leave it out"],
+    ),
     "cpu": (GPU, {"workers": {"cpu": 48}}, ["workers.cpu is 48", "leaves 47810m", "at most 47", "for 46"]),
     "memory": (
         GPU,
@@ -34,14 +39,19 @@ REFUSED = {
     "an unknown type": (
         {"trainer": TRAINER},
         {"workers": {"instanceType": "g6.13xlarge"}},
-        ["workers.cpu must be set", "g6.13xlarge", "g6.12xlarge"],
+        ["workers.instanceType is g6.13xlarge, which the chart does not know: write g6.12xlarge if", "workers.cpu, workers.memory"],
     ),
     "its GPUs": (
         {"trainer": TRAINER},
         {"workers": {"instanceType": "g9.4xlarge", "cpu": 8, "memory": "16Gi"}},
-        ["workers.gpus must be set"],
+        ["workers.instanceType is g9.4xlarge", "add what it has as workers.gpus (0 where it has none)"],
     ),
-    "its GPU memory": (NEEDS_FIGURES, {}, ["workers.gpuMemoryGiB must be set"]),
+    "its GPU memory": (NEEDS_FIGURES, {}, ["workers.instanceType is g9.4xlarge", "add what it has as workers.gpuMemoryGiB"]),
+    "GPUs of no type": (
+        CPU,
+        {"workers": {"gpus": 1}},
+        ["workers.gpuMemoryGiB must be set, since workers.instanceType is not set"],
+    ),
     "no type, no memory": (
         {"trainer": TRAINER},
         {"workers": {"cpu": 2}},
@@ -110,6 +120,15 @@ REFUSED = {
         {"env": {"WANDB_API_KEY": "0123456789abcdef"}},
         ["env.WANDB_API_KEY", "secretKeyRef"],
     ),
+    "a short one": (CPU, {"env": {"HF_TOKEN": "hf_abc"}}, ["env.HF_TOKEN looks like a secret", "secretKeyRef"]),
+    "a number as password": (CPU, {"env": {"DB_PASSWORD": 12345678}}, ["env.DB_PASSWORD"]),
+    "an AWS key's name": (CPU, {"env": {"AWS_ACCESS_KEY_ID": "x"}}, ["env.AWS_ACCESS_KEY_ID"]),
+    "an AWS key": (CPU, {"env": {"AWS_SECRET_ACCESS_KEY": "x"}}, ["env.AWS_SECRET_ACCESS_KEY"]),
+    "a password in an address": (
+        CPU,
+        {"env": {"HTTPS_PROXY": "http://me:hunter2@proxy:3128"}},
+        ["env.HTTPS_PROXY holds what looks like a key"],
+    ),
     "a secret by its form": (
         CPU,
         {"trainer": {"data": {"version": "hf_" + "a" * 34}}},
@@ -133,6 +152,11 @@ SCHEMA_REFUSED = {
     "a misspelt key": ({"worker": {}}, ["worker"]),
     "a misspelt trainer key": ({"trainer": {"optimm": {}}}, ["trainer", "optimm"]),
     "a wrong type in the trainer": ({"trainer": {"optim": {"lr": "fast"}}}, ["trainer.optim.lr"]),
+    "a number that --set made text of": (
+        {"trainer": {"optim": {"lr": "1e-5"}}},
+        ["trainer.optim.lr", "a number: --set makes text of 1e-5, and --set-json does not"],
+    ),
+    "the same where null is allowed": ({"trainer": {"optim": {"clip_norm": "1e0"}}}, ["trainer.optim.clip_norm", "--set-json"]),
     "nodes as text": ({"workers": {"nodes": "2"}}, ["workers.nodes"]),
     "no nodes": ({"workers": {"nodes": 0}}, ["workers.nodes"]),
     "half a node": ({"workers": {"nodes": 1.5}}, ["workers.nodes"]),
@@ -181,6 +205,27 @@ def test_without_trainer_settings_the_missing_ones_are_named():
 def test_text_that_only_resembles_a_key_is_accepted(value):
     objects = render(merged(CPU, {"trainer": {"data": {"version": value}}}))
     assert run_file(objects)["trainer"]["data"]["version"] == value
+
+
+@pytest.mark.parametrize(
+    ("wanted", "nearest"),
+    [
+        ("g6.13xlarge", "g6.12xlarge"),
+        ("p5.48xlarg", "p5.48xlarge"),
+        ("p5enn.48xlarge", "p5en.48xlarge"),
+        ("g55.48xlarge", "g5.48xlarge"),
+        ("p4.24xlarge", "p4d.24xlarge"),
+        ("g6-12xlarge.x", "g6.12xlarge"),
+    ],
+)
+def test_an_unknown_type_is_answered_with_the_nearest_known_one(wanted, nearest):
+    message = refusal({"trainer": TRAINER, "workers": {"instanceType": wanted}})
+    assert f"workers.instanceType is {wanted}, which the chart does not know: write {nearest} if that is meant" in message
+
+
+def test_an_address_without_a_password_is_accepted():
+    address = "http://proxy:3128/a:b@c"
+    assert env(render(merged(CPU, {"env": {"HTTPS_PROXY": address}})), "head")["HTTPS_PROXY"] == address
 
 
 def test_switches_with_secret_looking_names_are_accepted():

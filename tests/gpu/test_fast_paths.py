@@ -15,16 +15,18 @@ import pytest
 import torch
 
 sys.path[:0] = [str(Path(__file__).parents[1] / "trainer")]
+from stores import tokens_of
 from tiny import FAMILIES, build_tokenizer
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from trainer import attention, loss
 from trainer.attention import VARLEN, choose_attention
 from trainer.config import TrainerConfig
-from trainer.data import Tokens, micro_batches
 from trainer.model import build_model, load_pretrained, loss_inputs
 from trainer.optim import build_optimizer
+from trainer.packing import micro_batches
 from trainer.parallel import World, compile_blocks, compute_type, join_world, shard
+from trainer.tokens import Tokens
 from trainer.train import train_step
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
@@ -52,7 +54,7 @@ def save(folder: Path, family: str, **changes: Any) -> Path:
 def rows(lengths: list[int], seed: int = 0) -> Tokens:
     random = np.random.default_rng(seed)
     total = sum(lengths)
-    return Tokens(random.integers(0, 5000, total, dtype=np.int32), random.random(total) < 0.7, np.cumsum([0, *lengths]))
+    return tokens_of(random.integers(0, 5000, total, dtype=np.int32), random.random(total) < 0.7, np.array(lengths))
 
 
 PACKED = [[0, 1, 2], [3, 4], [5], [6, 7]], rows([100, 7, 149, 200, 30, 120, 64, 192])

@@ -10,7 +10,7 @@ import pytest
 import torch
 from processes import run_processes
 from safetensors.torch import load_file
-from tiny import FAMILIES, save_model, settings
+from tiny import CHATML, FAMILIES, save_model, settings
 from training import run_training
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -86,8 +86,41 @@ def test_an_exported_model_loads_in_a_fresh_process_with_the_same_logits(tmp_pat
 def test_the_exported_generation_config_stops_at_the_end_of_a_turn(tmp_path: Path) -> None:
     [result] = run_processes(1, run_training, settings(tmp_path, duration={"steps": 1}))
     exported = Path(result["uri"], "model")
-    stop = json.loads((exported / "generation_config.json").read_text())["eos_token_id"]
-    assert AutoTokenizer.from_pretrained(exported).convert_tokens_to_ids("<|im_end|>") in stop
+    generation = json.loads((exported / "generation_config.json").read_text())
+    tokenizer: Any = AutoTokenizer.from_pretrained(exported)
+    assert tokenizer.convert_tokens_to_ids("<|im_end|>") in generation["eos_token_id"]
+    assert tokenizer.eos_token == "<|im_end|>"
+    assert tokenizer.pad_token == "<|endoftext|>"
+    assert generation["pad_token_id"] == tokenizer.pad_token_id
+
+
+@pytest.mark.parametrize("family", ["qwen2", "llama"])
+def test_added_tokens_grow_the_embeddings_and_are_exported_with_the_template(tmp_path: Path, family: str) -> None:
+    added = [f"<|extra_{i}|>" for i in range(30)]  # 300 tokens and these are more than the model's 320 rows
+    values = settings(tmp_path, family, duration={"steps": 1}, optim={"lr": 1e-9})
+    values["model"]["added_tokens"] = added
+    values["data"]["chat_template"] = CHATML.replace("<|im_end|>", "<|extra_7|>")
+    [result, _] = run_processes(2, run_training, values)
+    exported = Path(result["uri"], "model")
+    tokenizer: Any = AutoTokenizer.from_pretrained(exported)
+    assert tokenizer.chat_template == values["data"]["chat_template"]
+    assert tokenizer.eos_token == "<|extra_7|>"
+    loaded: Any = AutoModelForCausalLM.from_pretrained(exported, output_loading_info=True)
+    model, facts = loaded
+    assert not facts["missing_keys"] and not facts["mismatched_keys"]
+    before = load_file(tmp_path / "model" / "model.safetensors")["model.embed_tokens.weight"]
+    grown = model.get_input_embeddings().weight
+    assert grown.shape == (384, 32) == model.get_output_embeddings().weight.shape
+    assert torch.allclose(grown[:320], before, atol=1e-6)
+    assert torch.allclose(grown[320:], before.mean(0).expand(64, -1), atol=1e-6)
+
+
+def test_a_config_with_more_rows_than_the_weights_have_is_refused_where_no_tokens_are_added(tmp_path: Path) -> None:
+    values = settings(tmp_path)
+    config = tmp_path / "model" / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"vocab_size": 384}))
+    with pytest.raises(InputError, match=r"has shape \[320, 32\], but config\.json says \[384, 32\]"):
+        plain(tmp_path / "model", values)
 
 
 def test_frozen_parameters_keep_their_values_and_others_learn(tmp_path: Path) -> None:

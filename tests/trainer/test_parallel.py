@@ -1,17 +1,13 @@
 """The same step at any number of processes, and packed rows that do not see each other."""
 
-import json
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from processes import run_processes
-from tiny import FAMILIES, build_tokenizer, config, settings
+from tiny import FAMILIES, settings
 from training import loss_and_gradients, step_facts
-
-from trainer.data import Plan, tokenize
 
 RESHARDED = -2  # two processes whose weights are freed between forward and backward
 
@@ -64,32 +60,3 @@ def test_packed_rows_give_the_loss_and_gradients_of_rows_alone(tmp_path: Path, f
     assert packed["loss"] == pytest.approx(alone["loss"], rel=1e-5)
     for name, gradient in packed["gradients"].items():
         assert relative(gradient, alone["gradients"][name]) < 1e-5, name
-
-
-def test_every_row_is_trained_on_once_an_epoch_in_the_same_steps_at_any_number_of_workers(tmp_path: Path) -> None:
-    from trainer.data import micro_batches
-
-    made = config(tmp_path, duration={"steps": None, "epochs": 3}, batch={"sequences": 5, "micro_batch": 2})
-    tokens = tokenize(made.data.train, build_tokenizer(), made)
-    plan = Plan(tokens, made)
-    seen = [row for step in range(1, plan.num_steps + 1) for number in plan.step_packs(step) for row in plan.rows(number)]
-    assert sorted(seen) == sorted(list(range(40)) * 3)
-    assert len({tuple(seen[i : i + 40]) for i in (0, 40, 80)}) == 3
-
-    for step in range(1, plan.num_steps + 1):
-        packs = [plan.rows(number) for number in plan.step_packs(step)]
-        fed = {}
-        for size in (1, 2, 3):
-            shares = [micro_batches(tokens, packs, made, rank, size) for rank in range(size)]
-            assert len({len(share) for share in shares}) == 1
-            sequences = [ids for share in shares for batch in share for ids in batch.input_ids if ids.any()]
-            fed[size] = sorted(json.dumps(ids.tolist()) for ids in sequences)
-        assert fed[1] == fed[2] == fed[3]
-        assert len(fed[1]) == len(packs)
-
-
-def test_the_order_changes_with_the_epoch_and_the_seed_and_with_nothing_else(tmp_path: Path) -> None:
-    made = [config(tmp_path, seed=seed, log_every_steps=every) for seed, every in ((1, 1), (1, 5), (2, 1))]
-    tokens = tokenize(made[0].data.train, build_tokenizer(), made[0])
-    orders = [np.concatenate(Plan(tokens, one).epoch_packs(0)).tolist() for one in made]
-    assert orders[0] == orders[1] != orders[2]

@@ -59,7 +59,7 @@ def test_a_damaged_checkpoint_is_passed_over_for_the_one_before_it(folder: Path,
     first = run_processes(2, run_training, values, 3)[0]
     checkpoints = sorted(Path(first["uri"], "checkpoints").iterdir())
     assert [path.name[:13] for path in checkpoints] == ["step-00000004", "step-00000005"]
-    shard = checkpoints[-1] / "__0_0.distcp"
+    shard = checkpoints[-1] / "rank-00000.safetensors"
     data = bytearray(shard.read_bytes())
     data[len(data) // 2] ^= 1
     shard.write_bytes(data)
@@ -68,13 +68,13 @@ def test_a_damaged_checkpoint_is_passed_over_for_the_one_before_it(folder: Path,
     assert losses([first, second]) == losses([whole])
 
 
-@pytest.mark.parametrize("leftover", ["no manifest", "half a manifest", "truncated shard", "missing shard", "damaged metadata"])
+@pytest.mark.parametrize("leftover", ["no manifest", "half a manifest", "truncated shard", "missing shard", "damaged header"])
 def test_a_half_written_checkpoint_does_not_exist(folder: Path, whole: dict[str, Any], leftover: str) -> None:
     values = shared_settings(folder, leftover.replace(" ", "-"))
     first = run_processes(1, run_training, values, 3)[0]
     newest = sorted(Path(first["uri"], "checkpoints").iterdir())[-1]
     assert newest.name == "step-00000005.a0001"
-    manifest, shard = newest / "manifest.json", newest / "__0_0.distcp"
+    manifest, shard = newest / "manifest.json", newest / "rank-00000.safetensors"
     match leftover:
         case "no manifest":
             manifest.unlink()
@@ -82,8 +82,8 @@ def test_a_half_written_checkpoint_does_not_exist(folder: Path, whole: dict[str,
             manifest.write_bytes(manifest.read_bytes()[: manifest.stat().st_size // 2])
         case "truncated shard":
             shard.write_bytes(shard.read_bytes()[:-1])
-        case "damaged metadata":
-            (newest / ".metadata").write_bytes(bytes((newest / ".metadata").stat().st_size))
+        case "damaged header":
+            shard.write_bytes(bytes(64) + shard.read_bytes()[64:])
         case "missing shard":
             shard.unlink()
     second = run_processes(1, run_training, values)[0]
@@ -98,7 +98,7 @@ def test_retention_keeps_the_newest_complete_checkpoints(whole: dict[str, Any]) 
 
 def test_metrics_are_one_row_a_step_through_interruptions(folder: Path, whole: dict[str, Any]) -> None:
     for name in ("whole", "twice", "elastic", "damaged"):
-        uri = next((folder / name).iterdir())
+        uri = next((folder / name).glob("tiny-*"))
         rows = [json.loads(line) for line in (uri / "metrics.jsonl").read_text().splitlines()]
         assert [row["step"] for row in rows if "loss" in row] == list(range(1, 9)), name
         assert [row["step"] for row in rows if "eval_loss" in row] == [0, 8], name
@@ -120,7 +120,7 @@ def with_a_full_disk(values: dict[str, Any]) -> None:
     def refuse(self: Any, key: str) -> Any:
         raise OSError("No space left on device")
 
-    LocalStorage.open = refuse
+    LocalStorage.local_copy = refuse
     run_training(values)
 
 

@@ -32,9 +32,11 @@ def test_what_is_written_is_read_listed_and_deleted(storage: Storage) -> None:
     storage.write("a/one", b"one")
     assert storage.read("a/one") == b"one"
     assert storage.list("a") == {"a/one": 3, "a/b/two": 2}
-    with storage.open("a/b/two") as stream:
-        stream.seek(1)
-        assert stream.read() == b"2"
+    with storage.local_copy("a/b/two") as path:
+        assert path.read_bytes() == b"22"
+    before = storage.version("a/b/two")
+    storage.write("a/b/two", b"23")
+    assert storage.version("a/b/two") != before
     storage.delete(["a/one", "a/b/two", "a/never"])
     assert storage.list() == {}
 

@@ -8,24 +8,35 @@ from safetensors.torch import load_file
 
 from trainer import parallel
 from trainer.config import RunFile
-from trainer.data import Plan, Tokens, micro_batches
 from trainer.driver import prepare
+from trainer.inputs import load_sets, read_inputs
 from trainer.model import build_model, load_pretrained
 from trainer.optim import build_optimizer, clip_gradients
+from trainer.packing import Plan, micro_batches
 from trainer.parallel import join_world, shard
 from trainer.storage import open_storage
+from trainer.tokens import Tokens
 from trainer.train import batch_loss, train, train_step
 
 
 def run_training(settings: dict[str, Any], stop_at: int | None = None) -> dict[str, Any]:
     """One whole run as torchrun would start it; asked to stop when `stop_at` is logged, and so stopped two steps later. Rows, ending and final weights."""
     run = RunFile.model_validate({"trainer": settings})
-    storage = open_storage(run.uri, run.trainer.storage)
     rows: list[dict[str, Any]] = []
     with join_world(lambda: stop_at is not None and any(row["step"] == stop_at for row in rows)) as world:
-        world.main_first(lambda: prepare(run, storage, lambda text: None))
+        world.main_first(lambda: check(run))
         ending = train(run, world, rows.append)
     return {"ending": ending, "rows": rows, "uri": run.uri}
+
+
+def check(run: RunFile) -> None:
+    prepare(run, open_storage(run.uri, run.trainer.storage), lambda text: None)
+
+
+def training_rows(run: RunFile) -> Tokens:
+    inputs = read_inputs(open_storage(run.uri, run.trainer.storage))
+    assert inputs
+    return load_sets(run.trainer, inputs).train
 
 
 def weights(uri: str) -> dict[str, torch.Tensor]:
@@ -37,15 +48,14 @@ def step_facts(settings: dict[str, Any], keep_gathered: int = parallel.KEEP_GATH
     parallel.KEEP_GATHERED = keep_gathered
     run = RunFile.model_validate({"trainer": settings})
     config = run.trainer
-    storage = open_storage(run.uri, config.storage)
     with join_world(lambda: False) as world:
-        world.main_first(lambda: prepare(run, storage, lambda text: None))
+        world.main_first(lambda: check(run))
         model: Any = shard(build_model(Path(config.model.path), config, "sdpa"), world, torch.float32)
         load_pretrained(model, Path(config.model.path))
         optimizer = build_optimizer(model, config.optim)
-        tokens = Tokens.from_bytes(storage.read("data/train.npz"))
+        tokens = training_rows(run)
         plan = Plan(tokens, config)
-        packs = [plan.rows(number) for number in plan.step_packs(1)]
+        packs = plan.step_packs(1)
         loss, norm = train_step(model, optimizer, tokens, packs, config, world)
         gradients = {name: p.grad.full_tensor().clone() for name, p in model.named_parameters() if p.grad is not None}
         return {
@@ -64,12 +74,11 @@ def loss_and_gradients(settings: dict[str, Any], packs_of_rows: list[list[int]])
 
     run = RunFile.model_validate({"trainer": settings})
     config = run.trainer
-    storage = open_storage(run.uri, config.storage)
     with join_world(lambda: False) as world:
-        prepare(run, storage, lambda text: None)
+        check(run)
         model: Any = shard(build_model(Path(config.model.path), config, "sdpa"), world, torch.float32)
         load_pretrained(model, Path(config.model.path))
-        tokens = Tokens.from_bytes(storage.read("data/train.npz"))
+        tokens = training_rows(run)
         total = torch.zeros(())
         for batch in micro_batches(tokens, [np.asarray(rows) for rows in packs_of_rows], config, 0, 1):
             loss = batch_loss(model, batch, world)

@@ -14,7 +14,7 @@ RAY_JOB_STOP_WAIT_TIME_S: {{ $grace | quote }}
 RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S: {{ $grace | quote }}
 {{- /* Ray Train's default of 60 s is less than a node takes to start and pull the image. */}}
 RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S: {{ include "ray-finetune.text" $root.Values.lifecycle.workersStartTimeoutSeconds | quote }}
-{{- if eq .role "head" }}
+{{- if ne .role "worker" }}
 {{- /* Without it NVML fails on a CPU node, where the container runtime has no driver to mount. */}}
 NVIDIA_VISIBLE_DEVICES: void
 {{- end }}

@@ -12,6 +12,17 @@ deadlines and retries, which are edited in place, and the chart's version.
 | toPrettyJson -}}
 {{- end -}}
 
+{{- /* `data` of a ConfigMap. A block reads well, and holds all characters but these as they are. */ -}}
+{{- define "ray-finetune.runData" -}}
+{{- $json := include "ray-finetune.runJson" . -}}
+{{- if regexMatch "[\\x{7f}-\\x{9f}\\x{feff}\\x{fffe}\\x{ffff}]" $json -}}
+run.json: {{ $json | quote }}
+{{- else -}}
+run.json: |-
+  {{- $json | nindent 2 }}
+{{- end -}}
+{{- end -}}
+
 {{- define "ray-finetune.configMapName" -}}
 {{- include "ray-finetune.fullname" . }}-{{ include "ray-finetune.runJson" . | sha256sum | trunc 8 }}
 {{- end -}}

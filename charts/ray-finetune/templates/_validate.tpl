@@ -29,26 +29,40 @@ are the schema's. Each check returns nothing or fails.
 {{- fail (printf "workers.gpuMemoryGiB is %v, but a GPU of %s has %v: leave it out" $workers.gpuMemoryGiB $workers.instanceType $row.gpu_mem_gib) -}}
 {{- end -}}
 {{- else -}}
-{{- $why := "workers.instanceType is not set" -}}
-{{- if $workers.instanceType -}}
-{{- $types := .Files.Get "files/instance-types.yaml" | fromYaml | keys | sortAlpha -}}
-{{- $family := regexFind "^[^.]*\\." $workers.instanceType -}}
-{{- $near := list -}}
-{{- range $types -}}{{- if hasPrefix $family . -}}{{- $near = append $near . -}}{{- end -}}{{- end -}}
-{{- $why = printf "the chart does not know %s%s" $workers.instanceType ($near | join ", " | empty | ternary "" (printf " (it knows %s)" (join ", " $near))) -}}
-{{- end -}}
+{{- $missing := list -}}
 {{- range $key := list "cpu" "memory" -}}
-{{- if kindIs "invalid" (get $workers $key) -}}
-{{- fail (printf "workers.%s must be set, since %s" $key $why) -}}
+{{- if kindIs "invalid" (get $workers $key) -}}{{- $missing = append $missing (printf "workers.%s" $key) -}}{{- end -}}
+{{- end -}}
+{{- if and $workers.instanceType (kindIs "invalid" $workers.gpus) -}}{{- $missing = append $missing "workers.gpus (0 where it has none)" -}}{{- end -}}
+{{- if and (gt (int $workers.gpus) 0) (not $workers.gpuMemoryGiB) -}}{{- $missing = append $missing "workers.gpuMemoryGiB" -}}{{- end -}}
+{{- if and $missing $workers.instanceType -}}
+{{- fail (printf "workers.instanceType is %s, which the chart does not know: write %s if that is meant, or add what it has as %s" $workers.instanceType (include "ray-finetune.nearestType" .) (join ", " $missing)) -}}
+{{- else if $missing -}}
+{{- fail (printf "%s must be set, since workers.instanceType is not set" (join ", " $missing)) -}}
 {{- end -}}
 {{- end -}}
-{{- if and $workers.instanceType (kindIs "invalid" $workers.gpus) -}}
-{{- fail (printf "workers.gpus must be set, since %s: write its number of GPUs, or 0" $why) -}}
 {{- end -}}
-{{- if and (gt (int $workers.gpus) 0) (not $workers.gpuMemoryGiB) -}}
-{{- fail (printf "workers.gpuMemoryGiB must be set, since %s" $why) -}}
+
+{{- /* The known type that has the most in common with workers.instanceType, from its beginning and from its end. */ -}}
+{{- define "ray-finetune.nearestType" -}}
+{{- $wanted := .Values.workers.instanceType -}}
+{{- $best := dict "type" "" "common" -1 -}}
+{{- range $type := .Files.Get "files/instance-types.yaml" | fromYaml | keys | sortAlpha -}}
+{{- $length := min (len $type) (len $wanted) | int -}}
+{{- $front := 0 -}}
+{{- range until $length -}}
+{{- if and (eq $front .) (eq (substr . (add1 . | int) $type) (substr . (add1 . | int) $wanted)) -}}{{- $front = add1 . | int -}}{{- end -}}
 {{- end -}}
+{{- $back := 0 -}}
+{{- range until (sub $length $front | int) -}}
+{{- $a := sub (len $type) (add1 .) | int -}}
+{{- $b := sub (len $wanted) (add1 .) | int -}}
+{{- if and (eq $back .) (eq (substr $a (add1 $a | int) $type) (substr $b (add1 $b | int) $wanted)) -}}{{- $back = add1 . | int -}}{{- end -}}
 {{- end -}}
+{{- $common := add $front $back | int -}}
+{{- if gt $common $best.common -}}{{- $best = dict "type" $type "common" $common -}}{{- end -}}
+{{- end -}}
+{{- $best.type -}}
 {{- end -}}
 
 {{- /* Requests against the node's figures. */ -}}
@@ -62,6 +76,9 @@ are the schema's. Each check returns nothing or fails.
 {{- fail (printf "workers.gpus is %d, but a %s has %d: write at most %d, or leave it out" (int $node.gpus) $workers.instanceType (int $row.gpu_count) (int $row.gpu_count)) -}}
 {{- end -}}
 {{- if gt (int $node.efa) (int $row.efa) -}}
+{{- if not (int $row.efa) -}}
+{{- fail (printf "workers.efa is %d, but a %s has no EFA interface: write 0, or leave it out" (int $node.efa) $workers.instanceType) -}}
+{{- end -}}
 {{- fail (printf "workers.efa is %d, but a %s has %d: write at most %d, or leave it out" (int $node.efa) $workers.instanceType (int $row.efa) (int $row.efa)) -}}
 {{- end -}}
 {{- if gt (int64 $node.cpu_m) (int64 $row.alloc_cpu_m) -}}

@@ -49,6 +49,9 @@
 {{- if and $queue.requiredTopology $queue.preferredTopology -}}
 {{- fail "queue.requiredTopology and queue.preferredTopology are both set, but Kueue takes one: leave one out" -}}
 {{- end -}}
+{{- if and (eq (include "ray-finetune.checksFirst" .) "true") .Values.serviceAccount.create -}}
+{{- fail "queue.check is true, but serviceAccount.create is true as well, and the check runs before the release has made its account: make one beforehand, set serviceAccount.create to false and serviceAccount.name to its name, or set queue.check to false to go without the check" -}}
+{{- end -}}
 {{- end -}}
 
 {{- /* Labels by which KubeRay, Kueue and this chart find their pods, and variables that KubeRay sets or refuses. */ -}}
@@ -80,8 +83,11 @@
 {{- end -}}
 
 {{- define "ray-finetune.validateSecrets" -}}
+{{- $switches := list "" "0" "1" "true" "false" "yes" "no" "on" "off" "null" -}}
 {{- range $name, $value := .Values.env -}}
-{{- if and (kindIs "string" $value) (ge (len (toString $value)) 8) (regexMatch "(?i)(^|_)(TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIALS?|API_?KEY|ACCESS_KEY|PRIVATE_KEY)$" $name) -}}
+{{- /* Some switches have such a name: HF_HUB_DISABLE_IMPLICIT_TOKEN. */ -}}
+{{- $switch := or (kindIs "map" $value) (has (include "ray-finetune.text" $value | lower) $switches) -}}
+{{- if and (not $switch) (regexMatch "(?i)(TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIALS?|API_?KEY|ACCESS_?KEY(_?ID)?|SECRET_?KEY|PRIVATE_?KEY)$" $name) -}}
 {{- fail (printf "env.%s looks like a secret, and values are kept in Git: write valueFrom with a secretKeyRef" $name) -}}
 {{- end -}}
 {{- end -}}
@@ -100,7 +106,7 @@
 {{- include "ray-finetune.refuseSecret" (dict "key" (printf "%s[%d]" $key $index) "value" $value) -}}
 {{- end -}}
 {{- else if kindIs "string" .value -}}
-{{- if regexMatch "(^|[^A-Za-z0-9_-])(hf_[A-Za-z0-9]{30,}|(AKIA|ASIA)[A-Z0-9]{16}|sk-[A-Za-z0-9_-]{20,}|gh[pousr]_[A-Za-z0-9]{36}|github_pat_[A-Za-z0-9_]{22,}|xox[abprs]-[A-Za-z0-9-]{10,})|-----BEGIN [A-Z ]*PRIVATE KEY-----" .value -}}
+{{- if regexMatch "(^|[^A-Za-z0-9_-])(hf_[A-Za-z0-9]{30,}|(AKIA|ASIA)[A-Z0-9]{16}|sk-[A-Za-z0-9_-]{20,}|gh[pousr]_[A-Za-z0-9]{36}|github_pat_[A-Za-z0-9_]{22,}|xox[abprs]-[A-Za-z0-9-]{10,})|-----BEGIN [A-Z ]*PRIVATE KEY-----|://[^/ :@]*:[^/ @]+@" .value -}}
 {{- fail (printf "%s holds what looks like a key, and values are kept in Git: keep it in a Secret and name it under env or envFrom" $key) -}}
 {{- end -}}
 {{- end -}}

@@ -3,11 +3,13 @@
 {{- define "ray-finetune.volumes" -}}
 - name: run
   configMap:
-    name: {{ include "ray-finetune.configMapName" .root }}
+    name: {{ default (include "ray-finetune.configMapName" .root) .configMap }}
 - name: tmp
   emptyDir: {}
+{{- if has .role (list "head" "worker") }}
 - name: ray
   emptyDir: {}
+{{- end }}
 - name: cache
   {{- if .root.Values.modelCache.claim }}
   persistentVolumeClaim:
