@@ -30,6 +30,7 @@ from trainer.packing import MicroBatch
 from trainer.parallel import World
 from trainer.storage import Storage, open_storage
 
+GGUF_VERSION = 2  # raised whenever the same GGUF would give another folder
 EXPORT_SHARD = 4 * 2**30  # bytes in one safetensors file
 WEIGHTS = (".safetensors", ".bin", ".gguf")
 
@@ -115,7 +116,8 @@ def _from_gguf(folder: Path, name: str) -> Path:
     if not source.is_file():
         raise InputError(f"model.gguf_file: {source} does not exist; name a file in model.path")
     stat = source.stat()
-    target = cache_folder() / "models" / sha256(f"{source.resolve()} {stat.st_size} {stat.st_mtime_ns}".encode()).hexdigest()[:16]
+    facts = f"{source.resolve()} {stat.st_size} {stat.st_mtime_ns} {GGUF_VERSION}"
+    target = cache_folder() / "models" / sha256(facts.encode()).hexdigest()[:16]
     target.parent.mkdir(parents=True, exist_ok=True)
     with FileLock(f"{target}.lock"):
         if not target.is_dir():
@@ -125,9 +127,21 @@ def _from_gguf(folder: Path, name: str) -> Path:
             with refusing(f"model.gguf_file: {source} cannot be read", "give a GGUF of a causal language model"):
                 model = AutoModelForCausalLM.from_pretrained(folder, gguf_file=name, dtype=torch.bfloat16)
                 model.save_pretrained(partial)
-                AutoTokenizer.from_pretrained(folder, gguf_file=name).save_pretrained(partial)
+                tokenizer: Any = AutoTokenizer.from_pretrained(folder, gguf_file=name)
+                _name_special_tokens(tokenizer, source)
+                tokenizer.save_pretrained(partial)
             partial.rename(target)
     return target
+
+
+def _name_special_tokens(tokenizer: Any, source: Path) -> None:
+    """Gives a tokenizer the roles that its GGUF says: transformers 5.13 takes the begin of a text for its end."""
+    from gguf import GGUFReader
+
+    fields = GGUFReader(source).fields
+    for role, key in (("bos_token", "bos"), ("eos_token", "eos"), ("unk_token", "unknown"), ("pad_token", "padding")):
+        field = fields.get(f"tokenizer.ggml.{key}_token_id")
+        setattr(tokenizer, role, tokenizer.convert_ids_to_tokens(int(field.parts[-1][0])) if field else None)
 
 
 def load_tokenizer(folder: Path, config: TrainerConfig) -> Any:

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from trainer.config import InputError, TrainerConfig
 from trainer.loss import Targets
-from trainer.model import build_model, load_pretrained, plain_logits, supervised_loss
+from trainer.model import build_model, fetch_model, load_pretrained, load_tokenizer, plain_logits, supervised_loss
 from trainer.parallel import materialize
 
 LOAD = """
@@ -150,3 +150,50 @@ def test_a_pattern_that_freezes_nothing_is_refused(tmp_path: Path) -> None:
     values["model"]["freeze"] = ["model.layer.0.*"]
     with pytest.raises(InputError, match=r"model\.freeze: no parameter is named like model\.layer\.0\.\*"):
         build_model(tmp_path / "model", TrainerConfig.model_validate(values), "sdpa")
+
+
+def test_a_ggufs_special_tokens_keep_their_roles(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from gguf import GGUFWriter, TokenType
+    from tiny import build_tokenizer
+    from tokenizers import Tokenizer
+
+    made: Any = build_tokenizer()
+    vocabulary = sorted(made.get_vocab(), key=made.get_vocab().get)
+    merges = [" ".join(pair) for pair in json.loads(Tokenizer.to_str(made.backend_tokenizer))["model"]["merges"]]
+    writer = GGUFWriter(tmp_path / "tiny.gguf", "qwen2")
+    for add, value in (
+        (writer.add_block_count, 1),
+        (writer.add_context_length, 512),
+        (writer.add_embedding_length, 32),
+        (writer.add_feed_forward_length, 64),
+        (writer.add_head_count, 4),
+        (writer.add_head_count_kv, 2),
+        (writer.add_layer_norm_rms_eps, 1e-6),
+        (writer.add_vocab_size, len(vocabulary)),
+    ):
+        add(value)
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("qwen2")
+    writer.add_token_list(vocabulary)
+    writer.add_token_merges(merges)
+    writer.add_token_types([TokenType.CONTROL if token.startswith("<|") else TokenType.NORMAL for token in vocabulary])
+    writer.add_bos_token_id(vocabulary.index("<|im_start|>"))
+    writer.add_eos_token_id(vocabulary.index("<|im_end|>"))
+    writer.add_chat_template(CHATML)
+    shapes = {"token_embd": (len(vocabulary), 32), "output_norm": (32,), "blk.0.attn_norm": (32,), "blk.0.ffn_norm": (32,)}
+    shapes |= {"blk.0.attn_q": (32, 32), "blk.0.attn_output": (32, 32), "blk.0.attn_k": (16, 32), "blk.0.attn_v": (16, 32)}
+    shapes |= {"blk.0.ffn_gate": (64, 32), "blk.0.ffn_up": (64, 32), "blk.0.ffn_down": (32, 64)}
+    for name, shape in shapes.items():
+        writer.add_tensor(f"{name}.weight", torch.randn(shape).numpy())
+    for name, width in (("q", 32), ("k", 16), ("v", 16)):
+        writer.add_tensor(f"blk.0.attn_{name}.bias", torch.randn(width).numpy())
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    monkeypatch.setenv("RAY_FINETUNE_CACHE", str(tmp_path / "cache"))
+    values = settings(tmp_path)
+    values["model"] = {"path": str(tmp_path), "gguf_file": "tiny.gguf"}
+    config = TrainerConfig.model_validate(values)
+    tokenizer: Any = load_tokenizer(fetch_model(config, weights=True), config)
+    assert (tokenizer.bos_token, tokenizer.eos_token) == ("<|im_start|>", "<|im_end|>")
