@@ -97,6 +97,8 @@ class Checkpoints:
         self.upload: threading.Thread | None = None
         self.failures: list[str] = []  # of the last saves in a row, as rank 0 knows them
         self.buffer: torch.Tensor | None = None
+        # A CPU that trains has no time to give to an upload beside it, and memory for one copy of the state is a lot.
+        self.behind = world.device.type == "cuda"
         world.on_leave.append(self._leave)
 
     def _next_attempt(self) -> int:
@@ -113,7 +115,7 @@ class Checkpoints:
     # ---- saving ----
 
     def save(self, step: int) -> None:
-        """Stages the state after `step`; the rest goes on behind the loop. A collective.
+        """Stages the state after `step`; the rest goes on behind the loop, where a GPU runs it. A collective.
 
         Waits first for the save before it, so that host memory holds one copy of the state at most. RunError where too
         many saves in a row have failed.
@@ -125,6 +127,8 @@ class Checkpoints:
         self._stage()
         self.upload = threading.Thread(target=self._store, args=(step,), daemon=True)
         self.upload.start()
+        if not self.behind:
+            self._wait()
 
     def finish(self) -> None:
         """Waits until the last save is complete on every rank; RunError where it is not. A collective."""

@@ -95,6 +95,7 @@ def train(run: RunFile, world: World, report: Callable[[dict[str, Any]], None]) 
             world.watchdog.rest()
             if world.is_main:
                 journal.flush()
+            optimizer.zero_grad(set_to_none=True)  # gradients have done their work; the copy needs their memory
             checkpoints.save(step)
             meter.pause()
         if measuring:
