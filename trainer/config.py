@@ -155,9 +155,11 @@ class DataConfig(Settings):
     """Jinja text, or the path of a file with it, instead of the tokenizer's own chat template; exported with the model."""
 
     @model_validator(mode="after")
-    def _one_eval(self) -> "DataConfig":
+    def _eval_beside_train(self) -> "DataConfig":
         if self.eval is not None and self.eval_fraction is not None:
             raise ValueError("only one of eval and eval_fraction may be set")
+        if self.eval is not None and "train" in self.eval:
+            raise ValueError("the evaluation set train has the training rows' name; give it another")
         return self
 
 

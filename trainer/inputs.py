@@ -142,6 +142,8 @@ def describe(name: str, index: Index, config: TrainerConfig) -> str:
     ):
         if count:
             lines.append(f"  {count:,} {what}")
+    if not index.num_ended:
+        lines.append("  no row's learnt part ends with a special token, so no end-of-turn is learnt; mend the chat template")
     lines += [f"  {count:,} rows left out: {reason} (first: {index.places[reason]})" for reason, count in index.skipped.items()]
     return "\n".join(lines)
 
