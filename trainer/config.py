@@ -86,7 +86,7 @@ class SourceConfig(Settings):
     """Configuration of a Hugging Face dataset; null means its default one."""
 
     split: str = Field(default="train", min_length=1)
-    """Split of a Hugging Face dataset, such as `train` or `train[:10%]`."""
+    """Split of a Hugging Face dataset, such as `train` or `test_sft`; a part of one (`train[:10%]`) is not read."""
 
     revision: str | None = None
     """Branch, tag or commit of a Hub dataset; null means its main branch, as the run's first attempt finds it."""
