@@ -86,7 +86,7 @@ class SourceConfig(Settings):
     """Configuration of a Hugging Face dataset; null means its default one."""
 
     split: str = Field(default="train", min_length=1)
-    """Split of a Hugging Face dataset, such as `train` or `train[:10%]`."""
+    """Split of a Hugging Face dataset, such as `train` or `test_sft`; a part of one (`train[:10%]`) is not read."""
 
     revision: str | None = None
     """Branch, tag or commit of a Hub dataset; null means its main branch, as the run's first attempt finds it."""
@@ -155,9 +155,11 @@ class DataConfig(Settings):
     """Jinja text, or the path of a file with it, instead of the tokenizer's own chat template; exported with the model."""
 
     @model_validator(mode="after")
-    def _one_eval(self) -> "DataConfig":
+    def _eval_beside_train(self) -> "DataConfig":
         if self.eval is not None and self.eval_fraction is not None:
             raise ValueError("only one of eval and eval_fraction may be set")
+        if self.eval is not None and "train" in self.eval:
+            raise ValueError("the evaluation set train has the training rows' name; give it another")
         return self
 
 

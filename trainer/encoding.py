@@ -1,47 +1,42 @@
 """From a row to token ids and the mask of those that are supervised.
 
 A turn's place in the text is never guessed. It is what the chat template's own `{% generation %}` markers say, or it is
-proved: the conversation rendered up to a turn, and through it, must both begin the whole text. Where neither holds, or
-where a token reaches over a turn's edge, the row is refused.
+proved: the conversation rendered up to a turn, and through it, must both begin the whole text. Either way all that the
+turn says must stand there. Where that fails, or where a token reaches over a turn's edge, the row is refused.
 """
 
 import hashlib
 import json
 import re
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
-from transformers.utils.chat_template_utils import render_jinja_template
+from tokenizers import Tokenizer, processors
 
 from trainer.config import DataConfig
 from trainer.rows import Row, strings
+from trainer.templates import ELSEWHERE, ChatTemplate, Place
 
-GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
-PYTHON_WORDS = ("True", "False", "None")
-ELSEWHERE = "\N{SYMBOL FOR UNIT SEPARATOR} a turn \N{SYMBOL FOR UNIT SEPARATOR}"
 TEMPLATE_ADVICE = "set data.chat_template to one that does not"
 
 
 @dataclass(frozen=True)
 class Encoded:
-    """Token ids int32 [n] and which of them are supervised, bool [n]."""
+    """Token ids int32 [n] and which of them are supervised, bool [n]. What is cut keeps the hashes of its whole row."""
 
     ids: np.ndarray
     supervised: np.ndarray
     weight: float
     sample: dict[str, Any] | None  # the prompt and its answer as text, where there is one
+    hash: int  # of all ids
+    prompt_hash: int  # of the ids before the first supervised one; 0 where there is no prompt
 
-    @property
-    def hash(self) -> int:
-        """Of all ids."""
-        return _hash(self.ids)
-
-    @property
-    def prompt_hash(self) -> int:
-        """Of the ids before the first supervised one; 0 where there is no prompt."""
-        return _hash(self.ids[: int(np.argmax(self.supervised))]) if self.sample else 0
+    @classmethod
+    def whole(cls, ids: np.ndarray, supervised: np.ndarray, weight: float, sample: dict[str, Any] | None) -> "Encoded":
+        start = int(np.argmax(supervised))
+        return cls(ids, supervised, weight, sample, _hash(ids), _hash(ids[:start]) if sample and start else 0)
 
     @property
     def num_labels(self) -> int:
@@ -49,7 +44,7 @@ class Encoded:
         return int(self.supervised[1:].sum())
 
     def cut(self, start: int, stop: int) -> "Encoded":
-        return Encoded(self.ids[start:stop], self.supervised[start:stop], self.weight, self.sample)
+        return replace(self, ids=self.ids[start:stop], supervised=self.supervised[start:stop])
 
 
 def _hash(ids: np.ndarray) -> int:
@@ -62,20 +57,24 @@ class Encoder:
     def __init__(self, tokenizer: Any, config: DataConfig):
         self.roles, self.last_turn_only = set(config.supervised_roles), config.last_turn_only
         self.tokenizer = tokenizer
-        self.backend = tokenizer.backend_tokenizer
-        self.backend.no_truncation()  # a tokenizer.json may carry both, and they would cut rows in silence
+        # A tokenizer.json may truncate and pad, which would cut rows in silence, and leave white space out of offsets.
+        self.backend = Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())
+        self.backend.no_truncation()
         self.backend.no_padding()
+        starts = self.backend.encode("a").ids[:1]
+        self.bos = starts[0] if starts and starts[0] == tokenizer.bos_token_id else None
+        self.backend.post_processor = processors.ByteLevel(trim_offsets=False)  # pyright: ignore[reportAttributeAccessIssue]
         added = tokenizer.added_tokens_decoder
         self.special_ids = np.array(sorted({i for i, t in added.items() if t.special} | set(tokenizer.all_special_ids)), np.int32)
         special = {token.content for token in added.values() if token.special} | set(tokenizer.all_special_tokens)
-        self.special = re.compile("|".join(re.escape(token) for token in sorted(special, key=len, reverse=True)) or r"(?!)")
+        self.special_tokens = tuple(sorted(special, key=len, reverse=True))
+        self.special = re.compile("|".join(map(re.escape, self.special_tokens)) or r"(?!)")
         self.eos = tokenizer.eos_token_id
-        starts = self.backend.encode("a").ids[:1]
-        self.bos = starts[0] if starts and starts[0] == tokenizer.bos_token_id else None
+        self.templates: dict[str, ChatTemplate] = {}
 
     def encode(self, rows: list[Row]) -> list[Encoded | ValueError]:
         """Each row's tokens, or what is wrong with it."""
-        rendered: list[tuple[str, list[tuple[int, int]], bool] | ValueError] = []
+        rendered: list[tuple[str, list[Place], bool] | ValueError] = []
         for row in rows:
             try:
                 rendered.append(self._chat(row) if row.messages else (row.prompt + row.text, [], False))
@@ -96,7 +95,7 @@ class Encoder:
 
     # ---- conversations ----
 
-    def _chat(self, row: Row) -> tuple[str, list[tuple[int, int]], bool]:
+    def _chat(self, row: Row) -> tuple[str, list[Place], bool]:
         """The rendered text, the learnt turns' places in it, and whether the template itself marked these."""
         for text in strings([row.messages, row.tools]):
             if token := self.special.search(text):
@@ -106,132 +105,143 @@ class Encoder:
             raise ValueError(f"no turn of {' or '.join(sorted(self.roles))} to learn from; add one or remove the row")
         if self.last_turn_only:
             learnt = learnt[-1:]
-        if self.roles == {"assistant"} and GENERATION.search(self._template(row)):
-            text, marked = self._render(row, row.messages, marked=True)
-            turns = [i for i, message in enumerate(row.messages) if message["role"] == "assistant"]
-            if len(marked) != len(turns):
-                raise ValueError(
-                    f"the chat template marks {len(marked)} generations for {len(turns)} assistant turns; mend its markers"
-                )
-            spans = [marked[turns.index(i)] for i in learnt]
+        template = self._template(row)
+        marked = self.roles == {"assistant"} and template.has_markers
+        if marked:
+            text, places = self._marked(row, template)
         else:
-            marked = []
-            text, _ = self._render(row, row.messages)
-            spans = [self._prove(row, text, index) for index in learnt]
-        self._check_complete(row, text)
-        return text, spans, bool(marked)
+            text = self._render(row, row.messages)
+            places = {index: self._prove(row, text, index) for index in learnt}
+        self._check_tools(row, text, template)
+        self._check_turns(row, text, places, learnt, marked)
+        for start, stop in places.values():
+            if token := next((token for token in template.starts if token in text[start:stop]), None):
+                what = "the chat template's generation markers enclose" if marked else "the chat template writes"
+                raise ValueError(f"{what} more than an answer: its text holds {token}, which begins a turn; {TEMPLATE_ADVICE}")
+        return text, [places[index] for index in learnt], marked
 
-    def _prove(self, row: Row, text: str, index: int) -> tuple[int, int]:
+    def _marked(self, row: Row, template: ChatTemplate) -> tuple[str, dict[int, Place]]:
+        """The text, and where the template's markers say that each assistant's turn lies, its end-of-turn included."""
+        if not template.marks_answers:
+            raise ValueError(
+                "the chat template's generation markers enclose other text than the answers; "
+                "put them round each answer and its end-of-turn"
+            )
+        text, marks = template.render(row.messages, row.tools, row.template_options, marked=True)
+        turns = [i for i, message in enumerate(row.messages) if message["role"] == "assistant"]
+        if len(marks) != len(turns):
+            raise ValueError(f"the chat template marks {len(marks)} generations for {len(turns)} assistant turns; mend its markers")
+        return text, {turn: self._with_end(text, *mark, template) for turn, mark in zip(turns, marks, strict=True)}
+
+    def _with_end(self, text: str, start: int, stop: int, template: ChatTemplate) -> Place:
+        """A marked turn with the end-of-turn that directly follows it: what ends an answer is always learnt."""
+        after = self.special.match(text, stop)
+        if after and after[0] not in template.starts and not text[start:stop].endswith(self.special_tokens):
+            return start, after.end()
+        return start, stop
+
+    def _prove(self, row: Row, text: str, index: int) -> Place:
         """Where in `text` the turn `index` is learnt: after the generation prompt, or from a user's or tool's own words on."""
         message = row.messages[index]
         answer = message["role"] == "assistant"
-        before, _ = self._render(row, row.messages[:index], prompt=answer) if index else ("", [])
-        through = text if index == len(row.messages) - 1 else self._render(row, row.messages[: index + 1])[0]
+        before = self._render(row, row.messages[:index], prompt=answer) if index else ""
+        through = text if index == len(row.messages) - 1 else self._render(row, row.messages[: index + 1])
         if not (text.startswith(before) and text.startswith(through) and len(before) < len(through)):
             raise ValueError(
                 "the chat template changes earlier turns, so supervised tokens cannot be told; "
                 f"{TEMPLATE_ADVICE}, or data.last_turn_only"
             )
-        content = message["content"].strip()
+        if answer and before != self._render(row, row.messages[:index]):
+            return len(before), len(through)
+        # What the template writes before a turn's own words may hold the same letters: another text shows where they begin.
+        other = self._render(row, [*row.messages[:index], message | {"content": ELSEWHERE}])
+        start = other.find(ELSEWHERE, len(before))
         if not answer:
-            # What the template writes before a turn's own words may hold the same letters: another text shows where they begin.
-            other, _ = self._render(row, [*row.messages[:index], message | {"content": ELSEWHERE}])
-            start = other.find(ELSEWHERE, len(before))
-            if start < 0 or not text.startswith(content, start):
+            if start < 0 or not any(text.startswith(form, start) for form in _forms(message["content"], json_too=True)):
                 raise ValueError(f"the chat template changes a turn of {message['role']}; {TEMPLATE_ADVICE}")
             return start, len(through)
         # Some templates need no generation prompt, as the user's turn ends with it; then the answer itself must follow.
-        plain, _ = self._render(row, row.messages[:index])
-        if before == plain and not through[len(before) :].lstrip().startswith(content):
+        if start < 0 or other[:start].rstrip() != before.rstrip():
             raise ValueError(
                 "the chat template writes no generation prompt, so an answer's start cannot be told; use one that does"
             )
         return len(before), len(through)
 
-    def _template(self, row: Row) -> str:
+    def _template(self, row: Row) -> ChatTemplate:
         if self.tokenizer.chat_template is None:
             raise ValueError("the model's tokenizer has no chat template for messages; set data.chat_template")
-        return self.tokenizer.get_chat_template(None, row.tools)
+        text = self.tokenizer.get_chat_template(None, row.tools)
+        if text not in self.templates:
+            self.templates[text] = ChatTemplate(text, self.special, self.tokenizer.special_tokens_map, row.tools)
+        return self.templates[text]
 
-    def _render(
-        self, row: Row, messages: list[dict[str, Any]], prompt: bool = False, marked: bool = False
-    ) -> tuple[str, list[tuple[int, int]]]:
-        """The text of a conversation and, with `marked`, where the template's own generations lie in it."""
-        from jinja2 import TemplateError
+    def _render(self, row: Row, messages: list[dict[str, Any]], prompt: bool = False) -> str:
+        return self._template(row).render(messages, row.tools, row.template_options, prompt)[0]
 
-        options = self.tokenizer.special_tokens_map | row.template_options
-        texts: Any
-        places: Any
-        try:
-            texts, places = render_jinja_template(
-                conversations=[messages],
-                tools=row.tools,  # pyright: ignore[reportArgumentType]
-                chat_template=self._template(row),
-                add_generation_prompt=prompt,
-                return_assistant_tokens_mask=marked,
-                **options,
-            )
-        except TemplateError as error:
-            raise ValueError(f"the chat template refuses it ({error}); change the row's roles, or mend the template") from None
-        except Exception as error:  # a template is a program of the user's
-            raise ValueError(f"the chat template fails on it ({error}); mend the template") from None
-        return texts[0], places[0] if marked else []
+    # ---- what a template may not leave out or change ----
 
-    def _check_complete(self, row: Row, text: str) -> None:
-        """ValueError where the template left out something that the row says, or wrote an object as Python would print it."""
-        squeezed = ""
-        for message in row.messages:
-            calls = [call["function"]["name"] for call in message.get("tool_calls", ())]
-            for said in (message["content"], *calls):
-                if said.strip() in text:
-                    continue
-                squeezed = squeezed or "".join(text.split())
-                if "".join(said.split()) not in squeezed:
-                    what = "a tool call" if said in calls else f"a part of a turn of {message['role']}"
-                    raise ValueError(f"the chat template leaves out {what}; {TEMPLATE_ADVICE}")
+    def _check_turns(self, row: Row, text: str, places: dict[int, Place], learnt: list[int], marked: bool) -> None:
+        """ValueError where a turn is not written whole: in its own place, or after the turn before it where it has none."""
+        at = 0
+        for index, message in enumerate(row.messages):
+            start, stop = places.get(index, (at, len(text)))
+            if start < at:
+                raise ValueError(f"the chat template's generation markers enclose more than an answer; {TEMPLATE_ADVICE}")
+            if index in learnt or not (self.last_turn_only and message["role"] != "system"):
+                # A generation prompt may hold the answer's first letters.
+                begin = start if marked or index not in places else max(at, start + 1 - len(message["content"].strip()))
+                if message["role"] == "system" and index not in places:
+                    begin = 0  # templates move it, into the first or last question
+                end, missing = _written(text, message, begin, stop, index in learnt)
+                if missing:
+                    what = "'s generation markers leave out" if marked and index in places else " leaves out"
+                    raise ValueError(f"the chat template{what} {missing}; {TEMPLATE_ADVICE}")
+                at = max(at, end) if message["role"] != "system" else at
+            at = stop if index in places else at
+
+    def _check_tools(self, row: Row, text: str, template: ChatTemplate) -> None:
+        """ValueError where the template leaves out the tools, or writes values of tools or calls as Python would print them."""
         for tool in row.tools or ():
-            name = tool.get("function", tool).get("name", "")
-            if str(name) not in text:
+            if str(tool.get("function", tool).get("name", "")) not in text:
                 raise ValueError(f"the chat template leaves out the tools; {TEMPLATE_ADVICE}")
-        arguments = [call["function"]["arguments"] for message in row.messages for call in message.get("tool_calls", ())]
-        if row.tools or arguments:
-            self._check_no_python(row, [row.tools, *arguments], text)
-
-    def _check_no_python(self, row: Row, values: list[Any], text: str) -> None:
-        """ValueError where an object, a boolean or a null of tools and arguments reads in `text` as Python would print it."""
-        printed = [item for item in _objects(values) if repr(item) != json.dumps(item) and repr(item) in text]
-        said = [*strings([row.messages, row.tools]), self._template(row)]
-        if printed or any(text.count(word) > sum(part.count(word) for part in said) for word in PYTHON_WORDS):
+        values = [row.tools, *(call["function"]["arguments"] for message in row.messages for call in message.get("tool_calls", ()))]
+        items = [item for value in values for item in _items(value)]
+        printed = any(
+            isinstance(item, dict | list) and repr(item) != json.dumps(item) and repr(item) in text for item in items if item
+        )
+        words = {repr(item) for item in items if item is None or isinstance(item, bool)}
+        said = [template.constants, *strings([row.messages, row.tools, row.template_options])] if words else []
+        if printed or any(text.count(word) > sum(part.count(word) for part in said) for word in words):
             raise ValueError("the chat template writes tools or arguments as Python prints them; use one that says tojson there")
 
     # ---- tokens ----
 
-    def _tokens(self, row: Row, text: str, spans: list[tuple[int, int]], marked: bool, encoding: Any) -> Encoded:
+    def _tokens(self, row: Row, text: str, spans: list[Place], marked: bool, encoding: Any) -> Encoded:
         ids = np.array(encoding.ids, np.int32)
+        places = np.array(encoding.offsets, np.int64).reshape(-1, 2)
         mask = np.zeros(len(ids), bool)
         if row.messages:
             for start, stop in spans:
-                first, last = _covered(encoding, start, stop, strict=not marked)
+                first, last = _covered(places, start, stop, strict=not marked)
                 if not marked:
-                    last = self._without_white_space(text, encoding, ids, first, last)
-                # All between the first and the last: some tokenizers give white space an empty place in the text.
-                mask[first : last + 1] = True
-            return Encoded(ids, mask, row.weight, self._sample(row))
-        first = _covered(encoding, len(row.prompt), len(text), strict=True)[0] if row.prompt else 0
+                    last = self._without_white_space(text, places, ids, first, last)
+                mask[first : last + 1] = True  # with any that have no place of their own
+            return Encoded.whole(ids, mask, row.weight, self._sample(row))
+        first = _covered(places, len(row.prompt), len(text), strict=True)[0] if row.prompt else 0
         mask[first:] = True
         if self.bos is not None and ids[:1].tolist() != [self.bos]:
             ids, mask = np.insert(ids, 0, self.bos), np.insert(mask, 0, False)
         if self.eos is not None and ids[-1:].tolist() != [self.eos]:
             ids, mask = np.append(ids, np.int32(self.eos)), np.append(mask, True)
-        return Encoded(ids.astype(np.int32), mask, row.weight, self._sample(row))
+        return Encoded.whole(ids.astype(np.int32), mask, row.weight, self._sample(row))
 
-    def _without_white_space(self, text: str, encoding: Any, ids: np.ndarray, first: int, last: int) -> int:
+    def _without_white_space(self, text: str, places: np.ndarray, ids: np.ndarray, first: int, last: int) -> int:
         """The last token up to the end-of-turn: white space that the template puts after it is not the model's to write."""
         ends = np.flatnonzero(np.isin(ids[first : last + 1], self.special_ids))
         if not len(ends):
             return last
         end = first + int(ends[-1])
-        return last if text[encoding.token_to_chars(end)[1] : encoding.token_to_chars(last)[1]].strip() else end
+        return last if text[places[end, 1] : places[last, 1]].strip() else end
 
     def _sample(self, row: Row) -> dict[str, Any] | None:
         """What a sample asks for: the messages before the last answer, or the prompt, and the reference."""
@@ -241,27 +251,75 @@ class Encoder:
         if not answers:
             return None
         sample = {"messages": row.messages[: answers[-1]], "reference": row.messages[answers[-1]]["content"]}
-        return sample | ({"tools": row.tools} if row.tools else {})
+        given = {"tools": row.tools, "options": row.template_options}
+        return sample | {key: value for key, value in given.items() if value}
 
 
-def _covered(encoding: Any, start: int, stop: int, strict: bool) -> tuple[int, int]:
-    """First and last token of the characters start:stop; `strict` refuses a token that reaches over an edge."""
-    # Some tokenizers give white space no place in the text, so that its characters have no token.
-    first = next((token for i in range(start, stop) if (token := encoding.char_to_token(i)) is not None), None)
-    last = next((token for i in range(stop - 1, start - 1, -1) if (token := encoding.char_to_token(i)) is not None), None)
-    if first is None or last is None:
+def _covered(places: np.ndarray, start: int, stop: int, strict: bool) -> tuple[int, int]:
+    """First and last token of the characters start:stop, given each token's; `strict` refuses one that reaches over an edge."""
+    inside = np.flatnonzero((places[:, 1] > start) & (places[:, 0] < stop))
+    if not len(inside):
         raise ValueError("a turn to learn from has no tokens; write its text or remove it")
-    if strict and (encoding.token_to_chars(first)[0] < start or encoding.token_to_chars(last)[1] > stop):
+    if strict and (places[inside, 0].min() < start or places[inside, 1].max() > stop):
         raise ValueError(
             "a token joins a supervised text with what stands before or after it, so its mask cannot be told; "
             "let neither begin or end with white space"
         )
-    return first, last
+    return int(inside[0]), int(inside[-1])
 
 
-def _objects(value: Any) -> Iterable[Any]:
-    """Every object and list inside a JSON value that has something in it."""
-    if isinstance(value, dict | list) and value:
-        yield value
+def _written(text: str, message: dict[str, Any], start: int, stop: int, learnt: bool) -> tuple[int, str]:
+    """Where in text[start:stop] all that a message says has been written, and what of it has not.
+
+    Each part is taken at the first place where it may be, so nothing that a template does write in order is missed.
+    """
+    role, content = message["role"], message["content"]
+    said = [(content if learnt else content.rpartition("</think>")[2], f"a part of a turn of {role}")]
+    if learnt:
+        said += [(message.get(key, ""), f"the reasoning of a turn of {role}") for key in ("reasoning_content", "thinking")]
+    end = start
+    for part, what in said:
+        found = _find(text, part, start, stop, json_too=role == "tool")
+        if found < 0:
+            return start, what
+        end = max(end, found)
+    at = start
+    for call in message.get("tool_calls", ()):
+        parts = [call["function"]["name"], *_scalars(call["function"]["arguments"])]
+        found = [_find(text, part, at, stop, json_too=True) for part in parts]
+        if min(found) < 0:
+            return start, "a tool call"
+        at = max(found)
+    return max(end, at), ""
+
+
+def _forms(said: str, json_too: bool) -> set[str]:
+    """How a text may be written, white space around it aside: as it is or, with `json_too`, as a JSON string."""
+    said = said.strip()
+    return {said} | ({json.dumps(said, ensure_ascii=False)[1:-1], json.dumps(said)[1:-1]} if json_too else set())
+
+
+def _find(text: str, said: str, start: int, stop: int, json_too: bool) -> int:
+    """Where the first place of text[start:stop] ends at which `said` is written, with any white space; -1 where none is."""
+    found = [(at, at + len(form)) for form in _forms(said, json_too) if (at := text.find(form, start, stop)) >= 0]
+    if found:
+        return min(found)[1]
+    spaced = re.compile(r"\s+".join(map(re.escape, said.split()))).search(text, start, stop)
+    return spaced.end() if spaced else -1
+
+
+def _items(value: Any) -> Iterator[Any]:
+    """A JSON value and all that is inside it."""
+    yield value
+    if isinstance(value, dict | list):
         for item in value.values() if isinstance(value, dict) else value:
-            yield from _objects(item)
+            yield from _items(item)
+
+
+def _scalars(arguments: Any) -> Iterable[str]:
+    """The texts, numbers and booleans of a call's arguments, as text."""
+    for item in _items(arguments):
+        if isinstance(item, str):
+            yield item
+        elif isinstance(item, bool | int | float):
+            yield json.dumps(item)

@@ -134,7 +134,8 @@ def _resolve_set(
 
 def describe(name: str, index: Index, config: TrainerConfig) -> str:
     """What became of a data set's rows: a line, and one more for everything that not all of them share."""
-    lines = [f"{name}: {index.num_rows:,} rows, {index.num_tokens:,} tokens, {index.num_supervised:,} of them supervised"]
+    files = index.files[0] if len(index.files) == 1 else f"{len(index.files):,} files"
+    lines = [f"{name}: {files}: {index.num_rows:,} rows, {index.num_tokens:,} tokens, {index.num_supervised:,} of them supervised"]
     for count, what in (
         (index.num_truncated, f"rows cut to data.sequence_length ({config.data.sequence_length} tokens)"),
         (index.num_split, f"rows split at data.sequence_length ({config.data.sequence_length} tokens)"),
@@ -142,6 +143,8 @@ def describe(name: str, index: Index, config: TrainerConfig) -> str:
     ):
         if count:
             lines.append(f"  {count:,} {what}")
+    if not index.num_ended:
+        lines.append("  no row's learnt part ends with a special token, so no end-of-turn is learnt; mend the chat template")
     lines += [f"  {count:,} rows left out: {reason} (first: {index.places[reason]})" for reason, count in index.skipped.items()]
     return "\n".join(lines)
 
@@ -161,7 +164,7 @@ def describe_plan(sets: Sets, plan: Plan) -> str:
 
 def fullness(packs: Packs, tokens: Tokens, config: TrainerConfig) -> float:
     """Share of the packed sequences' places that hold a token."""
-    return float(tokens.lengths[packs.rows].sum() / (len(packs) * config.data.sequence_length))
+    return float(tokens.lengths[packs.rows].sum() / max(1, len(packs) * config.data.sequence_length))
 
 
 def _refuse_changed(pinned: Inputs, found: Inputs) -> None:

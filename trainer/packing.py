@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from trainer.config import TrainerConfig
+from trainer.config import InputError, TrainerConfig
 from trainer.tokens import Tokens
 
 IGNORED = -100  # torch's cross entropy skips this label
@@ -86,6 +86,9 @@ class Plan:
         self.config = config
         self.first_pack = [0]  # global number of each epoch's first pack
         self.epoch_packs = functools.lru_cache(maxsize=2)(self._epoch_packs)
+        if not len(self.epoch_packs(0)[0]):
+            weights = ", ".join(f"{source.weight:g}" for source in config.data.train)
+            raise InputError(f"data.train: weights of {weights} leave less than a row an epoch of {len(tokens):,} rows; raise them")
         self.num_packs = self._count_packs()
         self.num_steps = -(-self.num_packs // config.batch.sequences)
 

@@ -13,6 +13,15 @@ from trainer.config import Role
 
 ROLES = get_args(Role)
 MESSAGE_KEYS = {"role", "content", "name", "tool_calls", "tool_call_id", "reasoning_content", "thinking", "weight"}
+WEIGHTS = 1e-6, 1e6  # outside of these a loss in float32 would round to nothing or to infinity
+SET_BY_US = {
+    "messages",
+    "tools",
+    "chat_template",
+    "add_generation_prompt",
+    "continue_final_message",
+    "return_assistant_tokens_mask",
+}
 FORMS = 'write {"messages": [{"role": "user", "content": "..."}, ...]}, {"prompt": "...", "completion": "..."} or {"text": "..."}'
 
 
@@ -32,7 +41,9 @@ class Row:
 def parse_line(line: bytes) -> dict[str, Any]:
     """The object of one JSON line; ValueError says what is wrong and what to write."""
     try:
-        row = json.loads(line)
+        row = json.loads(str(line, "utf-8"), object_pairs_hook=_object)
+    except _RepeatedKeyError as error:
+        raise ValueError(f"the key {error.args[0]!r} stands twice in an object; remove one") from None
     except json.JSONDecodeError as error:
         raise ValueError(f"not valid JSON ({error.msg} at column {error.colno}); write one JSON object a line") from None
     except UnicodeDecodeError as error:
@@ -44,11 +55,25 @@ def parse_line(line: bytes) -> dict[str, Any]:
     return row
 
 
+class _RepeatedKeyError(Exception):
+    pass
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """A JSON object, of which json.loads would keep the last of two equal keys in silence."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        keys = [key for key, _ in pairs]
+        raise _RepeatedKeyError(next(key for key in keys if keys.count(key) > 1))
+    return found
+
+
 def parse_row(raw: dict[str, Any]) -> Row:
     """Checks a row's form, roles and types; ValueError says what is wrong and what to write. A null is an absent key."""
     weight = raw.get("weight")
-    if weight is not None and (isinstance(weight, bool) or not isinstance(weight, (int, float)) or not 0 < weight < 1e6):
-        raise ValueError("the row's weight is no number above 0; write one, or remove the row to leave it out")
+    least, most = WEIGHTS
+    if weight is not None and (isinstance(weight, bool) or not isinstance(weight, int | float) or not least <= weight <= most):
+        raise ValueError(f"the row's weight is no number from {least:g} to {most:g}; write one, or remove the row to leave it out")
     weight = 1.0 if weight is None else float(weight)
     if (messages := raw.get("messages")) is not None:
         return _chat(raw, _messages(messages, "messages"), 0, weight)
@@ -65,16 +90,21 @@ def parse_row(raw: dict[str, Any]) -> Row:
         if not _is_text(text) or not text.strip():
             raise ValueError("text is empty or not a string; write it or remove the row")
         return Row(text=text, weight=weight)
+    if "conversations" in raw:
+        raise ValueError("it has conversations; rename conversations to messages, from to role and value to content")
     keys = [key for key, value in raw.items() if value is not None]
     raise ValueError(f"no messages, prompt with completion, or text (it has {', '.join(keys[:5]) or 'nothing'}); {FORMS}")
 
 
 def _is_text(value: Any) -> bool:
-    if not isinstance(value, str):
-        return False
-    if not value.isascii() and any("\ud800" <= character <= "\udfff" for character in value):
+    if isinstance(value, str):
+        _refuse_halves(value)
+    return isinstance(value, str)
+
+
+def _refuse_halves(text: str) -> None:
+    if not text.isascii() and any("\ud800" <= character <= "\udfff" for character in text):
         raise ValueError("a text holds half a character (a lone surrogate); write it whole")
-    return True
 
 
 def _messages(value: Any, key: str) -> list[dict[str, Any]]:
@@ -93,10 +123,12 @@ def _message(value: Any) -> dict[str, Any]:
         raise ValueError(f"a message has the unknown key {min(unknown)!r}{hint or '; remove it'}")
     role = message.get("role")
     if role not in ROLES:
-        raise ValueError(f"role {role!r} is unknown; write {', '.join(ROLES[:-1])} or {ROLES[-1]}")
+        words = "system" if role == "developer" else f"{', '.join(ROLES[:-1])} or {ROLES[-1]}"
+        raise ValueError(f"role {role!r} is unknown; write {words}")
     for key in ("content", "name", "tool_call_id", "reasoning_content", "thinking"):
         if key in message and not _is_text(message[key]):
-            raise ValueError(f"a message's {key} is not text; write a string")
+            joined = "one string, its parts' texts joined" if isinstance(message[key], list) else "a string"
+            raise ValueError(f"a message's {key} is not text; write {joined}")
     if message.get("weight", 1) not in (0, 1):
         raise ValueError("a message's weight is neither 0 nor 1; write 0 for a turn that is not learnt")
     if "tool_calls" in message:
@@ -116,11 +148,10 @@ def _message(value: Any) -> dict[str, Any]:
 
 def _tool_call(call: Any) -> dict[str, Any]:
     function = call.get("function", call) if isinstance(call, dict) else None
-    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+    if not isinstance(function, dict) or not _is_text(function.get("name")):
         raise ValueError('a tool call has no function name; write {"function": {"name": "...", "arguments": {...}}}')
     arguments = _decoded(function.get("arguments"), "a tool call's arguments")
-    if arguments is None:
-        arguments = {}
+    arguments = {} if arguments is None else arguments
     if not isinstance(arguments, dict):
         raise ValueError("a tool call's arguments are no JSON object; write an object of names and values")
     kept = {key: value for key, value in call.items() if key in ("id", "type") and value is not None}
@@ -128,17 +159,24 @@ def _tool_call(call: Any) -> dict[str, Any]:
 
 
 def _decoded(value: Any, what: str) -> Any:
-    """A value that may have come as JSON text, which is how tables keep objects of many shapes."""
+    """A JSON value that may have come as its text, which is how tables keep objects of many shapes; no text is None."""
     if isinstance(value, str):
+        if not value.strip():
+            return None
         try:
-            return json.loads(value)
+            value = json.loads(value, parse_constant=_refuse_constant)
         except (ValueError, RecursionError):
             raise ValueError(f"{what} are not valid JSON; write an object, or its JSON text") from None
     try:
         json.dumps(value, allow_nan=False)
     except (TypeError, ValueError, RecursionError):
         raise ValueError(f"{what} hold a value that JSON has no form for; write JSON values only") from None
+    _refuse_halves("".join(strings(value)))
     return value
+
+
+def _refuse_constant(name: str) -> None:
+    raise ValueError(f"{name} is not JSON")
 
 
 def _chat(raw: dict[str, Any], messages: list[dict[str, Any]], context: int, weight: float) -> Row:
@@ -150,9 +188,13 @@ def _chat(raw: dict[str, Any], messages: list[dict[str, Any]], context: int, wei
     tools = _decoded(raw.get("tools"), "tools")
     if tools is not None and not (isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)):
         raise ValueError("tools is not a list of objects; write a list of JSON schemas")
-    options = raw.get("chat_template_kwargs")
+    if any(not isinstance(tool.get("function", tool), dict) for tool in tools or ()):
+        raise ValueError("a tool's function is no object; write its name, description and parameters")
+    options = _decoded(raw.get("chat_template_kwargs"), "chat_template_kwargs")
     if options is not None and not isinstance(options, dict):
         raise ValueError("chat_template_kwargs is not an object; write names and values for the chat template")
+    if taken := SET_BY_US & (options or {}).keys():
+        raise ValueError(f"chat_template_kwargs may not set {min(taken)}; remove it, as the row itself says it")
     learnable = [message.pop("weight", 1) == 1 and index >= context for index, message in enumerate(messages)]
     return Row(messages, learnable, tools or None, options or {}, weight=weight)
 

@@ -8,7 +8,9 @@ import contextlib
 import fnmatch
 import glob
 import json
-from collections.abc import Iterator
+import os
+import re
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
@@ -21,6 +23,11 @@ COMPRESSIONS = {".gz": "gzip", ".zst": "zstd"}
 PIECE_BYTES = 2**20  # of lines
 PIECE_ROWS = 1000  # of a table
 LONGEST_LINE = 64 * 2**20
+SPLITS = {  # words of file names, as `datasets` reads them
+    "train": ("train", "training"),
+    "valid": ("validation", "valid", "dev", "val"),
+    "test": ("test", "testing", "eval", "evaluation"),
+}
 HINT = f"give files that end in {', '.join(FORMATS[:-1])} (each also with .gz or .zst), or a Hugging Face dataset"
 
 
@@ -58,48 +65,69 @@ class Source:
     def _find(self) -> list[str]:
         path = self.config.path
         if path.startswith("s3://"):
-            return self._find_in_s3(path)
-        if any(character in path for character in "*?["):
-            return sorted(name for name in glob.glob(str(Path(path).expanduser())) if Path(name).is_file())
+            return self._without_splits(self._find_in_s3(path))
         local = Path(path).expanduser()
         if local.is_file():
-            return [str(local)]
+            return self._without_splits([str(local)])
         if local.is_dir():
-            return _saved_dataset(local, self.config.split) or self._find_in_dataset(str(local))
+            return _saved_dataset(local, self.config.split) or self._find_in_folder(local)
+        if any(character in path for character in "*?["):
+            names = [name for name in glob.glob(str(local), recursive=True) if Path(name).is_file()]
+            return self._without_splits(_with_rows(sorted(names)) or names)
         if path.startswith((".", "/", "~")) or path.count("/") > 1 or _format(path)[0]:
             raise InputError(f"{self.key}: {path}: No such file or directory; {HINT}")
         return self._find_in_hub()
 
+    def _without_splits(self, names: list[str]) -> list[str]:
+        """InputError where a split of files is asked for that have none."""
+        if self.config.split != "train":
+            raise InputError(
+                f"{self.key}: {self.config.path} is no dataset with splits, so that split {self.config.split} means nothing; remove it"
+            )
+        return names
+
+    def _find_in_folder(self, folder: Path) -> list[str]:
+        """The split of a folder that is laid out as a dataset; of any other folder all files with rows."""
+        names = _with_rows(sorted(str(path) for path in folder.rglob("*") if path.is_file()))
+        if _describes_dataset(folder):
+            return self._find_in_dataset(str(folder))
+        if not _splits(name.removeprefix(str(folder)) for name in names):
+            return self._without_splits(names)
+        return self._find_in_dataset(str(folder), names)
+
     def _find_in_s3(self, path: str) -> list[str]:
         bucket, _, pattern = path.removeprefix("s3://").partition("/")
-        fixed = pattern
-        for character in "*?[":
-            fixed = fixed.partition(character)[0]
-        folder = fixed.rpartition("/")[0]
-        with refusing(f"{self.key}: {path} cannot be listed", "give a path that this run's credentials may read"):
-            keys = open_storage(f"s3://{bucket}/{folder}".rstrip("/"), self.storage).list()
-        names = [f"{folder}/{key}".lstrip("/") for key in keys]
-        if pattern == fixed and pattern in names:
-            return [path]
-        if pattern == fixed:
-            inside = pattern.rstrip("/") + "/" if pattern.strip("/") else ""
-            found = [name for name in names if name.startswith(inside) and _format(name)[0]]
-            if (
-                len(splits := {word for name in found for word in ("train", "test", "valid") if word in name.rpartition("/")[2]})
-                > 1
-            ):
-                raise InputError(
-                    f"{self.key}: {path} holds files of {' and '.join(sorted(splits))}; write a glob such as {path.rstrip('/')}/train*"
-                )
-        else:
-            # As in a shell, * stays within a folder.
-            parts = pattern.split("/")
-            found = [
-                name for name in names if len(name.split("/")) == len(parts) and all(map(fnmatch.fnmatch, name.split("/"), parts))
-            ]
-        return [f"s3://{bucket}/{name}" for name in sorted(found)]
+        with refusing(f"{self.key}: {path} cannot be read", "give a path that this run's credentials may read"):
+            if _format(path)[0] and self._is_object(path):
+                return [path]
+            folder = pattern.strip("/")
+            names = self._list_s3(bucket, folder)
+            if not names and any(character in pattern for character in "*?["):
+                folder = re.split(r"[*?\[]", pattern)[0].rpartition("/")[0]
+                inside = pattern.removeprefix(folder).strip("/").split("/")
+                names = [name for name in self._list_s3(bucket, folder) if _matches(inside, name.split("/"))]
+                return self._in_s3(bucket, folder, _with_rows(names) or names)
+        if len(splits := sorted(_splits(names := _with_rows(names)))) > 1:
+            raise InputError(
+                f"{self.key}: {path} holds files of {' and '.join(splits)}; write a glob such as {path.rstrip('/')}/train*"
+            )
+        return self._in_s3(bucket, folder, names)
 
-    def _find_in_dataset(self, path: str, **options: Any) -> list[str]:
+    def _in_s3(self, bucket: str, folder: str, names: list[str]) -> list[str]:
+        return [f"s3://{'/'.join(filter(None, (bucket, folder, name)))}" for name in sorted(names)]
+
+    def _is_object(self, path: str) -> bool:
+        folder, _, key = path.rpartition("/")
+        try:
+            return bool(open_storage(folder, self.storage).version(key))
+        except FileNotFoundError:
+            return False
+
+    def _list_s3(self, bucket: str, folder: str) -> list[str]:
+        return list(open_storage(f"s3://{bucket}/{folder}".rstrip("/"), self.storage).list())
+
+    def _find_in_dataset(self, path: str, present: list[str] | None = None, **options: Any) -> list[str]:
+        """The files of the split; InputError where one of those `present` belongs to no split."""
         from datasets import disable_progress_bars, load_dataset_builder
 
         disable_progress_bars()
@@ -108,6 +136,11 @@ class Source:
         if self.config.split not in files:
             known = ", ".join(sorted(map(str, files))) or "none"
             raise InputError(f"{self.key}: {path} has no split {self.config.split}; its splits are {known}")
+        in_splits = {os.path.realpath(name) for names in files.values() for name in names}
+        if left_out := [name for name in present or () if os.path.realpath(name) not in in_splits]:
+            raise InputError(
+                f"{self.key}: {left_out[0]} belongs to no split; give a glob of the files to read, or move it out of {path}"
+            )
         return sorted(files[self.config.split])
 
     def _find_in_hub(self) -> list[str]:
@@ -171,10 +204,36 @@ class Source:
 
 def _format(name: str) -> tuple[str | None, str | None]:
     """The ending that says how rows are written, and the compression; (None, None) for a file that holds no rows."""
-    path = Path(name.partition("?")[0])
-    compression = COMPRESSIONS.get(path.suffix)
-    ending = path.with_suffix("").suffix if compression else path.suffix
+    path = Path(name)
+    compression = COMPRESSIONS.get(path.suffix.lower())
+    ending = (path.with_suffix("") if compression else path).suffix.lower()
     return (ending, compression) if ending in FORMATS and not (compression and ending in (".parquet", ".arrow")) else (None, None)
+
+
+def _with_rows(names: list[str]) -> list[str]:
+    """Those that hold rows by their ending; hidden ones do not."""
+    return [name for name in names if _format(name)[0] and not Path(name).name.startswith(".")]
+
+
+def _splits(names: Iterable[str]) -> set[str]:
+    """The splits that whole words of the names speak of."""
+    words = {word for name in names for word in re.split(r"[^a-z]+", name.lower())}
+    return {split for split, spellings in SPLITS.items() if words & set(spellings)}
+
+
+def _describes_dataset(folder: Path) -> bool:
+    """Whether a README says in its header which files make up which configuration."""
+    readme = folder / "README.md"
+    return readme.is_file() and bool(re.match(r"---\n(.*\n)*?configs:", readme.read_text(encoding="utf-8", errors="replace")))
+
+
+def _matches(pattern: list[str], parts: list[str]) -> bool:
+    """Whether a key's parts match a glob's: as in a shell, * stays within a folder, and ** spans any number of them."""
+    if not pattern:
+        return not parts
+    if pattern[0] == "**":
+        return any(_matches(pattern[1:], parts[i:]) for i in range(len(parts) + 1))
+    return bool(parts) and fnmatch.fnmatchcase(parts[0], pattern[0]) and _matches(pattern[1:], parts[1:])
 
 
 def _saved_dataset(folder: Path, split: str) -> list[str]:
@@ -220,17 +279,25 @@ def _line_pieces(name: str, stream: Any, number: int) -> Iterator[Piece]:
 def _table_pieces(batches: Iterator[Any], number: int) -> Iterator[Piece]:
     first = 1
     for batch in batches:
-        for start in range(0, batch.num_rows, PIECE_ROWS):
-            part = batch.slice(start, PIECE_ROWS)
+        count = _rows_of_a_piece(batch.num_rows, batch.nbytes)
+        for start in range(0, batch.num_rows, count):
+            part = batch.slice(start, count)
+            if part.num_rows < batch.num_rows:
+                part = part.take(list(range(part.num_rows)))  # a slice would take the whole batch along to another process
             yield Piece(number, first, part)
             first += part.num_rows
+
+
+def _rows_of_a_piece(rows: int, size: int) -> int:
+    return max(1, min(PIECE_ROWS, rows * PIECE_BYTES // max(1, size)))
 
 
 def _parquet(stream: Any) -> Iterator[Any]:
     from pyarrow.parquet import ParquetFile
 
     file = ParquetFile(stream, memory_map=False, pre_buffer=False)
-    return file.iter_batches(PIECE_ROWS)
+    groups = (file.metadata.row_group(i) for i in range(file.metadata.num_row_groups))
+    return file.iter_batches(_rows_of_a_piece(file.metadata.num_rows, sum(group.total_byte_size for group in groups)))
 
 
 def _arrow(stream: Any) -> Iterator[Any]:

@@ -13,6 +13,7 @@ import os
 import shutil
 import stat
 import tempfile
+import uuid
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, Protocol
@@ -153,7 +154,7 @@ class LocalStorage:
     def upload(self, source: Path, key: str) -> None:
         target = self.root / key
         target.parent.mkdir(parents=True, exist_ok=True)
-        partial = target.with_name(f".tmp-{os.getpid()}-{target.name}")
+        partial = target.with_name(f".tmp-{uuid.uuid4().hex}-{target.name}")
         shutil.move(source, partial)
         os.replace(partial, target)
 

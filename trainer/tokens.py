@@ -16,7 +16,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +30,7 @@ from trainer.sources import Piece, Source, raw_rows
 from trainer.storage import LocalStorage, Storage
 
 # Part of the key: raised whenever the same rows would give other columns.
-STORE_VERSION = 1
+STORE_VERSION = 2
 NUM_SAMPLES = 16  # rows kept as text, to be asked in evaluations
 INLINE_PIECES = 4  # this few are encoded here; more are worth starting processes for
 SAY_SECONDS = 10
@@ -112,6 +112,9 @@ class Index(Settings):
 
     num_dropped: int
     """Pieces of split rows that hold nothing to learn from."""
+
+    num_ended: int
+    """Rows read whose supervised part ends with a special token."""
 
     end_of_turn: int | None
     """The special token that most rows' supervised part ends with."""
@@ -223,6 +226,7 @@ class _Batch:
     problems: list[tuple[int, str]] = field(default_factory=list)
     num_read: int = 0
     counts: Counter[str] = field(default_factory=Counter)
+    ends: Counter[int] = field(default_factory=Counter)  # the token that each row's supervised part ends with
 
 
 def encode_piece(encoder: Encoder, config: DataConfig, piece: Piece) -> _Batch:
@@ -239,7 +243,9 @@ def encode_piece(encoder: Encoder, config: DataConfig, piece: Piece) -> _Batch:
         try:
             if isinstance(encoded, ValueError):
                 raise encoded
-            batch.rows += [(line, part) for part in _fitted(encoded, config, batch.counts)]
+            parts = _fitted(encoded, config, batch.counts)
+            batch.rows += [(line, part) for part in parts]
+            batch.ends[int(parts[-1].ids[parts[-1].supervised][-1])] += 1
         except ValueError as error:
             batch.problems.append((line, str(error)))
     return batch
@@ -266,7 +272,7 @@ def _fitted(row: Encoded, config: DataConfig, counts: Counter[str]) -> list[Enco
     if len(row.ids) > limit:
         counts["truncated" if config.long_rows == "truncate" else "split"] += 1
     counts["dropped"] += len(parts) - len(kept)
-    return kept
+    return [kept[0], *(replace(part, sample=None) for part in kept[1:])]  # a row is asked once
 
 
 def _encode_all(pieces: Iterator[Piece], encoder: Encoder, config: DataConfig) -> Iterator[_Batch]:
@@ -322,12 +328,13 @@ class _Writer:
         self.counts: Counter[str] = Counter()
         self.skipped: Counter[str] = Counter()
         self.places: dict[str, str] = {}
-        self.last_tokens: Counter[int] = Counter()
+        self.ends: Counter[int] = Counter()
         self.samples: list[tuple[int, int, dict[str, Any]]] = []  # a heap: (-hash, -row, sample)
 
     def add(self, batch: _Batch) -> None:
         self.num_read += batch.num_read
         self.counts += batch.counts
+        self.ends += batch.ends
         for line, reason in batch.problems:
             self.places.setdefault(reason, f"{self.files[batch.file]}:{line}")
             self.skipped[reason] += 1
@@ -351,7 +358,6 @@ class _Writer:
         for name, dtype in COLUMNS.items():
             self.streams[name].write(np.asarray(columns[name]).astype(dtype, copy=False).tobytes())
         for offset, row in enumerate(rows):
-            self.last_tokens[int(row.ids[np.flatnonzero(row.supervised)[-1]])] += 1
             if row.sample:
                 push = heapq.heappush if len(self.samples) < NUM_SAMPLES else heapq.heappushpop
                 push(self.samples, (-row.hash, -(self.num_rows + offset), row.sample))
@@ -364,7 +370,8 @@ class _Writer:
             stream.close()
         self._refuse()
         digests = {name: LocalStorage(str(self.folder)).version(name) for name in COLUMNS}
-        token, count = self.last_tokens.most_common(1)[0]
+        ends = Counter({token: count for token, count in self.ends.items() if token in special_ids})
+        token, count = ends.most_common(1)[0] if ends else (None, 0)
         return Index(
             columns={name: f"{name}-{digest[:16]}.bin" for name, digest in digests.items()},
             sha256=hashlib.sha256(
@@ -379,7 +386,8 @@ class _Writer:
             num_truncated=self.counts["truncated"],
             num_split=self.counts["split"],
             num_dropped=self.counts["dropped"],
-            end_of_turn=token if token in special_ids and 2 * count > self.num_rows else None,
+            num_ended=ends.total(),
+            end_of_turn=token if 2 * count > self.ends.total() else None,
             files=self.files,
             samples=[{"row": -row} | sample for _, row, sample in sorted(self.samples, reverse=True)],
         )

@@ -31,6 +31,10 @@ def with_(**changes: Any) -> TrainerConfig:
         ({"storage": {"uri": "file:///tmp"}}, "file.json: storage.uri: 'file:///tmp' is not allowed; Where runs are kept"),
         ({"storage": {"uri": "s3://"}}, "file.json: storage.uri: 's3://' is not allowed"),
         ({"storage": {"uri": ""}}, "file.json: storage.uri: "),
+        (
+            {"data": {"train": "a", "eval": {"train": "b"}}},
+            "file.json: data: the evaluation set train has the training rows' name;",
+        ),
         ({"data": "rows.jsonl"}, "file.json: data: input should be a valid dictionary"),
     ],
 )

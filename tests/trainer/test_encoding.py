@@ -25,17 +25,33 @@ MARKED = """{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' }}{% if m.r
 {% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"""
 
 
+TIGHT = MARKED.replace("{{ m.content + '<|im_end|>' }}{% endgeneration %}", "{{ m.content }}{% endgeneration %}{{ '<|im_end|>' }}")
+# Markers around the right number of wrong places.
+IN_USER = MARKED.replace("m.role == 'assistant'", "m.role == 'user'")
+IN_MACRO = "{% macro turn(m) %}" + MARKED.replace("{% for m in messages %}", "").replace(
+    "{% endfor %}", "{% endmacro %}", 1
+).replace("{% endmacro %}", "{% endmacro %}{% for m in messages %}{{ turn(m) }}{% endfor %}")
+OVER_HEADER = """{% for m in messages %}{% if m.role == 'assistant' %}\
+{% generation %}{{ '<|im_start|>assistant\n' + m.content + '<|im_end|>' }}{% endgeneration %}{% else %}\
+{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>' }}{% endif %}{{ '\n' }}{% endfor %}\
+{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"""
+QUIET = """{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content }}{% for c in m.tool_calls or [] %}\
+{{ '[' + c.function.name + ']' + c.function.arguments | tojson }}{% endfor %}{{ '<|im_end|>' }}{% endfor %}"""
+
+
 def with_template(template: str) -> Any:
     tokenizer = build_tokenizer()
     tokenizer.chat_template = template
     return tokenizer
 
 
-texts = st.text(st.characters(codec="utf-8"), min_size=1).filter(lambda text: text == text.strip())
+# Characters of several tokens, at the end above all, are where a mask goes wrong.
+endings = st.text(st.sampled_from("é🎉①字ﬁ"), max_size=2)
+texts = st.builds(str.__add__, st.text(st.characters(codec="utf-8"), min_size=1), endings).filter(lambda text: text == text.strip())
 conversations = st.lists(st.tuples(texts, texts), min_size=1, max_size=4)
 
 
-@pytest.mark.parametrize("template", [CHATML, MARKED, WITH_TOOLS])
+@pytest.mark.parametrize("template", [CHATML, MARKED, TIGHT, WITH_TOOLS])
 @given(conversation=conversations, system=st.booleans())
 def test_supervised_tokens_decode_to_the_assistants_text_and_end_of_turn(
     template: str, conversation: list[tuple[str, str]], system: bool
@@ -129,7 +145,135 @@ def test_white_space_is_supervised_where_the_tokenizer_gives_it_no_place() -> No
     assert learnt(chat(("user", "a"), ("assistant", answer)), tokenizer) == answer + "<|im_end|>"
 
 
+def test_leading_white_space_is_supervised_and_joins_are_seen_where_offsets_leave_white_space_out() -> None:
+    tokenizer = build_tokenizer()
+    tokenizer.backend_tokenizer.post_processor = processors.ByteLevel(trim_offsets=True)
+    assert learnt({"prompt": "red", "completion": "  blue"}, tokenizer) == learnt({"prompt": "red", "completion": "  blue"})
+    assert learnt(chat(("user", "a"), ("assistant", "  red")), tokenizer) == "  red<|im_end|>"
+    tokenizer.add_tokens(["  "])
+    with pytest.raises(ValueError, match="a token joins a supervised text"):
+        encode({"prompt": "red ", "completion": " blue"}, tokenizer)
+
+
+def test_an_end_of_turn_right_after_a_marker_is_learnt_and_the_next_turns_start_is_not() -> None:
+    assert learnt({"messages": GOOD["messages"] * 2}, with_template(TIGHT)) == "blue stone<|im_end|>" * 2
+    endless = TIGHT.replace("<|im_end|>", "").replace("{{ '\n' }}{% endfor %}", "{% endfor %}")
+    assert learnt({"messages": GOOD["messages"] * 2}, with_template(endless)) == "blue stone" * 2
+
+
 # ---- what cannot be told is refused ----
+
+
+@pytest.mark.parametrize("template", [IN_USER, IN_MACRO, OVER_HEADER])
+def test_markers_that_do_not_enclose_the_answers_alone_are_refused(template: str) -> None:
+    for row in (GOOD, chat(("user", "is it a or b?"), ("assistant", "a"))):
+        with pytest.raises(ValueError, match="the chat template's generation markers"):
+            encode(row, with_template(template))
+
+
+def test_markers_around_a_part_of_a_turn_are_refused() -> None:
+    tokenizer = with_template(MARKED.replace("{{ m.content + '<|im_end|>' }}{% endg", "{{ m.content[2:] + '<|im_end|>' }}{% endg"))
+    with pytest.raises(ValueError, match="generation markers enclose other text than the answers"):
+        encode(GOOD, tokenizer)
+    tokenizer.chat_template = MARKED.replace("{{ m.content + '<|im_end|>' }}{% endg", "{{ m.content[:12] + '<|im_end|>' }}{% endg")
+    with pytest.raises(ValueError, match="generation markers leave out a part of a turn of assistant"):
+        encode(chat(("user", "a"), ("assistant", "blue stone and more")), tokenizer)
+
+
+@pytest.mark.parametrize(
+    ("template", "row", "what"),
+    [
+        (CHATML, {"messages": [GOOD["messages"][0], GOOD["messages"][1] | {"reasoning_content": "for"}]}, "the reasoning"),
+        (CHATML, {"messages": [GOOD["messages"][0], GOOD["messages"][1] | {"thinking": "for"}]}, "the reasoning"),
+        (WITH_TOOLS.replace("call.function.arguments | tojson", "''"), {"messages": [GOOD["messages"][0], CALL]}, "a tool call"),
+        (
+            WITH_TOOLS.replace("m.tool_calls or []", "(m.tool_calls or [])[:1]"),
+            {"messages": [GOOD["messages"][0], CALL | {"tool_calls": CALL["tool_calls"] * 2}]},
+            "a tool call",
+        ),
+        (
+            CHATML.replace("for message in messages", "for message in messages if message['role'] != 'tool'"),
+            {"messages": [*GOOD["messages"], {"role": "tool", "content": "red"}, GOOD["messages"][1]]},
+            "a part of a turn of tool",
+        ),
+    ],
+    ids=["reasoning_content", "thinking", "arguments", "the second call", "a turn whose text is elsewhere"],
+)
+def test_what_a_learnt_turn_says_is_never_dropped(template: str, row: dict[str, Any], what: str) -> None:
+    with pytest.raises(ValueError, match=f"the chat template leaves out {what}"):
+        encode(row, with_template(template))
+
+
+def test_reasoning_may_be_dropped_in_turns_that_are_not_learnt() -> None:
+    turns = [GOOD["messages"][0], GOOD["messages"][1] | {"reasoning_content": "for", "weight": 0}, *GOOD["messages"]]
+    assert learnt({"messages": turns}) == "blue stone<|im_end|>"
+
+
+def test_arguments_may_be_written_as_text_one_by_one() -> None:
+    template = WITH_TOOLS.replace(
+        "call.function.arguments | tojson", "(call.function.arguments.items() | map('join', '=') | join(','))"
+    )
+    call = {"role": "assistant", "tool_calls": [{"function": {"name": "add", "arguments": {"a": 7, "b": 'say "x"'}}}]}
+    assert learnt({"messages": [GOOD["messages"][0], call]}, with_template(template)) == '[add a=7,b=say "x"]<|im_end|>'
+
+
+def test_a_header_is_never_learnt_where_the_template_writes_no_generation_prompt() -> None:
+    short = CHATML.partition("{% if add_generation_prompt")[0].replace("'<|im_start|>' + message['role'] + '\n'", "'A: '")
+    for row, template in (
+        (chat(("user", "which?"), ("assistant", "A")), short),
+        ({"messages": [GOOD["messages"][0], CALL]}, QUIET),
+    ):
+        with pytest.raises(ValueError, match="the chat template writes no generation prompt"):
+            encode(row, with_template(template))
+
+
+def test_a_template_that_begins_a_turn_after_the_answer_is_refused() -> None:
+    more = CHATML.replace(
+        "{% endfor %}", "{% if message['role'] == 'assistant' %}<|im_start|>user\nrate<|im_end|>{% endif %}{% endfor %}"
+    )
+    with pytest.raises(ValueError, match=r"holds <\|im_start\|>, which begins a turn"):
+        encode(GOOD, with_template(more))
+
+
+def test_last_turn_only_leaves_the_context_to_the_template() -> None:
+    template = CHATML.replace(
+        "message['content']", "(message['content'] if loop.last or message['role'] != 'assistant' else message['content'][:1])"
+    )
+    row = {"messages": GOOD["messages"] * 2}
+    with pytest.raises(ValueError, match="the chat template"):
+        encode(row, with_template(template))
+    assert learnt(row, with_template(template), last_turn_only=True) == "blue stone<|im_end|>"
+
+
+DEEPSEEK = """{% for m in messages %}{% if m.role == 'user' %}{{ '<|im_start|>' + m.content }}{% elif m.content is none %}\
+{% for call in m.tool_calls %}{{ '<|im_start|>assistant[' + call.function.name + ' ' + call.function.arguments + ']' }}{% endfor %}{{ '<|im_end|>' }}\
+{% else %}{{ '<|im_start|>assistant' + m.content + '<|im_end|>' }}{% endif %}{% endfor %}\
+{% if add_generation_prompt %}{{ '<|im_start|>assistant' }}{% endif %}"""
+
+
+def test_a_template_that_wants_no_content_and_arguments_as_text_gets_them() -> None:
+    row = {"messages": [GOOD["messages"][0], CALL]}
+    for template in (DEEPSEEK, WITH_TOOLS.replace("arguments | tojson", "arguments | string")):
+        assert learnt(row, with_template(template)) == '[add {"a": true, "b": [null, "x"]}]<|im_end|>'
+
+
+def test_a_tools_answer_may_be_written_as_json() -> None:
+    template = CHATML.replace(
+        "message['content']", "(message['content'] | tojson if message['role'] == 'tool' else message['content'])"
+    )
+    row = {"messages": [*GOOD["messages"], {"role": "tool", "content": '{"red": "é"}'}, GOOD["messages"][1]]}
+    assert learnt(row, with_template(template)) == "blue stone<|im_end|>" * 2
+    assert learnt(row, with_template(template), supervised_roles=["tool"]) == '{\\"red\\": \\"é\\"}"<|im_end|>'
+
+
+def test_words_of_python_in_a_templates_code_and_a_rows_options_are_told_from_what_is_printed() -> None:
+    quiet = "{% set x = True %}" + WITH_TOOLS.replace(
+        "call.function.arguments | tojson", "call.function.arguments.a | string + 'null x'"
+    )
+    with pytest.raises(ValueError, match="as Python prints them"):
+        encode({"messages": [GOOD["messages"][0], CALL]}, with_template(quiet))
+    row = {"messages": [GOOD["messages"][0], CALL], "chat_template_kwargs": {"note": "True story"}}
+    assert "add" in learnt(row, with_template("{{ note }}" + WITH_TOOLS))
 
 
 def test_a_special_token_in_a_message_is_refused_also_where_the_tokenizer_names_it_nowhere() -> None:
@@ -218,14 +362,13 @@ def test_tool_calls_tools_and_reasoning_reach_the_text_as_json_and_are_learnt() 
 @pytest.mark.parametrize(
     ("template", "row"),
     [
-        (WITH_TOOLS.replace("arguments | tojson", "arguments | string"), {"messages": [*GOOD["messages"], CALL]}),
         (WITH_TOOLS.replace("tools | tojson", "tools"), GOOD | {"tools": TOOLS}),
         (
             WITH_TOOLS.replace("call.function.arguments | tojson", "call.function.arguments.a | string"),
             {"messages": [*GOOD["messages"], CALL]},
         ),
     ],
-    ids=["arguments", "tools", "a boolean"],
+    ids=["tools", "a boolean"],
 )
 def test_what_a_template_prints_as_python_is_refused(template: str, row: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="writes tools or arguments as Python prints them"):

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from stores import build, chat, data_config, write_lines
 from tiny import config, write_rows
 
-from trainer.config import TrainerConfig
+from trainer.config import InputError, TrainerConfig
 from trainer.packing import IGNORED, Plan, epoch_order, micro_batches, num_tokens, pack, total_weight
 from trainer.tokens import COLUMNS, Tokens
 
@@ -103,6 +103,21 @@ def test_labels_are_the_next_token_with_its_rows_weight_and_never_a_rows_first(t
             assert weight == tokens.weights[row_of[at]]
     assert sum(weights) == total_weight(tokens, packs) == tokens.labels[0] + 2.5 * tokens.labels[1] + tokens.labels[2]
     assert sum(label != IGNORED for label in labels) == tokens.labels.sum()
+
+
+@pytest.mark.parametrize("weight", [0.001, 1e-12])
+@pytest.mark.parametrize("duration", [{"epochs": 1}, {"steps": 3}])
+def test_a_mixture_whose_weights_leave_nothing_of_the_rows_is_refused(
+    tmp_path: Path, weight: float, duration: dict[str, int]
+) -> None:
+    path = write_lines(tmp_path / "rows.jsonl", [GOOD] * 5)
+    values: dict[str, Any] = data_config(path).model_dump() | {"duration": duration}
+    values["data"]["train"] = [{"path": str(path), "weight": weight}]
+    one = TrainerConfig.model_validate(values)
+    with pytest.raises(
+        InputError, match=rf"data\.train: weights of {weight:g} leave less than a row an epoch of 5 rows; raise them"
+    ):
+        Plan(build(one)[1], one)
 
 
 @pytest.mark.parametrize("rows", [1, 2, 5])

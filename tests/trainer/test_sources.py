@@ -2,17 +2,20 @@
 
 import gzip
 import json
+import os
+import pickle
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import datasets
+import numpy as np
 import pyarrow as pa
 import pytest
 from pyarrow import parquet
 from stores import build, chat, data_config, write_lines
 
-from trainer.config import InputError, StorageConfig, TrainerConfig
+from trainer.config import InputError, SourceConfig, StorageConfig, TrainerConfig
 from trainer.sources import Source
 from trainer.storage import S3Storage
 from trainer.tokens import Tokens
@@ -86,7 +89,7 @@ def write_saved_dataset(folder: Path) -> str:
 
 def write_saved_splits(folder: Path) -> str:
     splits = {"train": datasets.Dataset(as_table(ROWS)), "test": datasets.Dataset(as_table(ROWS[:1]))}
-    datasets.DatasetDict(splits).save_to_disk(folder / "splits")  # pyright: ignore[reportCallIssue, reportArgumentType]
+    datasets.DatasetDict(splits).save_to_disk(folder / "splits")  # pyright: ignore[reportArgumentType, reportCallIssue]
     return str(folder / "splits")
 
 
@@ -150,11 +153,84 @@ def test_files_globs_and_folders_in_s3_are_read_as_on_a_disk(tmp_path: Path, s3_
     assert len(plain) == len(ROWS)
 
 
+def found(path: Path | str, storage: StorageConfig | None = None, **keys: Any) -> list[str]:
+    """Names of a source's files."""
+    config = SourceConfig(path=str(path), **keys)
+    return [file.name.rpartition("/")[2] for file in Source(config, 0, storage or StorageConfig(), "data.train").files]
+
+
+def put(folder: Path, *names: str) -> Path:
+    for name in names:
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text('{"text": "a"}\n')
+    return folder
+
+
+NAMES = ("a.jsonl", "deep/b.jsonl", "deep/er/c.JSONL.gz", "README.md", "_SUCCESS", ".hidden.jsonl", "latest.jsonl")
+
+
+def test_a_folder_without_splits_is_read_whole_and_globs_reach_deeper_locally_and_in_s3(tmp_path: Path, s3_endpoint: str) -> None:
+    storage = StorageConfig(uri="s3://runs/x", endpoint_url=s3_endpoint, path_style=True, region="us-east-1")
+    local = put(tmp_path / "rows", *NAMES)
+    for name in NAMES:
+        S3Storage("s3://runs/whole", storage).write(name, b'{"text": "a"}')
+    for place in (str(local), "s3://runs/whole"):
+        assert sorted(found(place, storage)) == ["a.jsonl", "b.jsonl", "c.JSONL.gz", "latest.jsonl"]
+        assert found(f"{place}/*", storage) == ["a.jsonl", "latest.jsonl"]
+        assert found(f"{place}/**/*.jsonl", storage) == ["a.jsonl", "b.jsonl", "latest.jsonl"]
+        assert sorted(found(f"{place}/deep/**", storage)) == ["b.jsonl", "c.JSONL.gz"]
+
+
+def test_files_of_a_folder_with_splits_that_belong_to_none_are_not_left_out_in_silence(tmp_path: Path) -> None:
+    folder = put(tmp_path / "rows", "train.jsonl", "test.jsonl")
+    for path in (folder, os.path.relpath(folder)):
+        assert found(path) == ["train.jsonl"]
+    put(folder, "extra.jsonl")
+    with pytest.raises(InputError, match=r"extra\.jsonl belongs to no split; give a glob of the files to read, or move it"):
+        found(folder)
+
+
+def test_a_name_with_the_characters_of_a_glob_is_that_file(tmp_path: Path, s3_endpoint: str) -> None:
+    storage = StorageConfig(uri="s3://runs/x", endpoint_url=s3_endpoint, path_style=True, region="us-east-1")
+    folder = put(tmp_path / "rows [v1]", "a?.jsonl")
+    S3Storage("s3://runs/rows [v1]", storage).write("a?.jsonl", b'{"text": "a"}')
+    for place in (str(folder), "s3://runs/rows [v1]"):
+        assert found(place, storage) == found(f"{place}/a?.jsonl", storage) == ["a?.jsonl"]
+
+
+def test_a_split_is_refused_where_there_are_none(tmp_path: Path) -> None:
+    folder = put(tmp_path / "rows", "a.jsonl")
+    for path in (folder / "a.jsonl", folder, folder / "*"):
+        with pytest.raises(InputError, match=r"is no dataset with splits, so that split test means nothing; remove it"):
+            found(path, split="test")
+
+
+@pytest.mark.parametrize("form", ["parquet", "arrow"])
+def test_pieces_of_a_table_are_bounded_in_bytes_and_carry_no_more_than_their_rows(tmp_path: Path, form: str) -> None:
+    table = pa.table({"text": [f"{i} " + "x" * 20_000 for i in range(300)]})
+    path = tmp_path / f"rows.{form}"
+    if form == "parquet":
+        parquet.write_table(table, path, use_dictionary=False, compression="none")
+    else:
+        with pa.ipc.new_stream(path, table.schema) as stream:
+            stream.write_table(table)
+    source = Source(SourceConfig(path=str(path)), 0, StorageConfig(), "data.train")
+    pieces = list(source.pieces(source.files[0], 0))
+    assert max(len(pickle.dumps(piece)) for piece in pieces) < 2 * 2**20
+    assert [piece.first for piece in pieces] == list(np.cumsum([1, *(piece.rows.num_rows for piece in pieces[:-1])]))
+    assert sum(piece.rows.num_rows for piece in pieces) == 300
+
+
 def test_an_s3_folder_that_mixes_splits_is_refused(s3_endpoint: str) -> None:
     storage = StorageConfig(uri="s3://runs/x", endpoint_url=s3_endpoint, path_style=True, region="us-east-1")
     store = S3Storage("s3://runs/mixed", storage)
     for name in ("train.jsonl", "test.jsonl"):
         store.write(name, PLAIN)
+    store.delete(["test.jsonl"])
+    for name in ("contest.jsonl", "latest.jsonl"):  # whole words only
+        store.write(name, PLAIN)
+    assert len(found("s3://runs/mixed", storage)) == 3
+    store.write("test.jsonl", PLAIN)
     with pytest.raises(InputError, match=r"holds files of test and train; write a glob such as s3://runs/mixed/train\*"):
         Source(data_config("s3://runs/mixed").data.train[0], 0, storage, "data.train")
 

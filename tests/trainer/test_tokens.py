@@ -10,11 +10,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from processes import run_processes
 from stores import TOKENIZER, build, chat, data_config, encode, write_lines
-from tiny import WORDS, write_rows
+from tiny import WORDS, build_tokenizer, write_rows
 
 import trainer.tokens as module
 from trainer.config import InputError, StorageConfig, TrainerConfig
 from trainer.encoding import Encoder
+from trainer.inputs import describe
 from trainer.sources import Source
 from trainer.storage import LocalStorage
 from trainer.tokens import COLUMNS, build_store, contamination, find_index, held_out_rows, store_key
@@ -80,6 +81,29 @@ def test_a_rows_place_source_and_weight_are_kept(tmp_path: Path) -> None:
     assert [index.files[file] for file in tokens.files] == [str(first), str(first), str(second)]
     assert tokens.lines.tolist() == [1, 2, 1]
     assert tokens.weights.tolist() == [1, 3, 1]
+
+
+def test_pieces_of_a_row_stay_on_one_side_ask_one_sample_and_share_its_prompt(tmp_path: Path) -> None:
+    rows = [chat(("user", f"q{i}"), ("assistant", " ".join(WORDS[(7 * i + j) % 20] for j in range(60)))) for i in range(12)]
+    index, tokens = build(data_config(write_lines(tmp_path / "rows.jsonl", rows), sequence_length=32, long_rows="split"))
+    assert len(tokens) > 2 * len(rows)
+    held_out = held_out_rows(tokens, 0.3)
+    assert not set(tokens.lines[held_out].tolist()) & set(tokens.lines[~held_out].tolist())
+    assert len({sample["messages"][-1]["content"] for sample in index.samples}) == len(index.samples) == len(rows)
+    assert len(set(tokens.prompts.tolist())) == len(rows)
+    assert index.end_of_turn == TOKENIZER.convert_tokens_to_ids("<|im_end|>")
+    other = [chat(("user", "other"), ("assistant", " ".join(WORDS * 3)))]
+    _, measured = build(data_config(write_lines(tmp_path / "eval.jsonl", other), sequence_length=32, long_rows="split"))
+    assert contamination(tokens, measured) == (0, 0)
+
+
+def test_a_set_of_which_no_row_ends_with_a_special_token_says_that_no_end_of_turn_is_learnt(tmp_path: Path) -> None:
+    tokenizer = build_tokenizer()
+    tokenizer.chat_template = "{% for m in messages %}{{ m.content + '\n' }}{% endfor %}"
+    config = data_config(write_lines(tmp_path / "rows.jsonl", [GOOD]))
+    sentence = "no row's learnt part ends with a special token, so no end-of-turn is learnt"
+    assert sentence in describe("train", build(config, tokenizer)[0], config)
+    assert sentence not in describe("train", build(config)[0], config)
 
 
 def test_the_end_of_turn_is_what_most_rows_end_with(tmp_path: Path) -> None:
