@@ -56,7 +56,11 @@ class Encoder:
 
     def __init__(self, tokenizer: Any, config: DataConfig):
         self.roles, self.last_turn_only = set(config.supervised_roles), config.last_turn_only
-        self.tokenizer = tokenizer
+        # Kept of the tokenizer is only what is needed, so that a process which is sent this imports neither torch nor transformers' models.
+        self.texts = {}
+        if tokenizer.chat_template is not None:
+            self.texts = {False: tokenizer.get_chat_template(None, None), True: tokenizer.get_chat_template(None, [{}])}
+        self.variables = dict(tokenizer.special_tokens_map)
         # A tokenizer.json may truncate and pad, which would cut rows in silence, and leave white space out of offsets.
         self.backend = Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())
         self.backend.no_truncation()
@@ -66,6 +70,8 @@ class Encoder:
         self.backend.post_processor = processors.ByteLevel(trim_offsets=False)  # pyright: ignore[reportAttributeAccessIssue]
         added = tokenizer.added_tokens_decoder
         self.special_ids = np.array(sorted({i for i, t in added.items() if t.special} | set(tokenizer.all_special_ids)), np.int32)
+        self.is_special = np.zeros(max([self.backend.get_vocab_size(), *self.special_ids + 1]), bool)
+        self.is_special[self.special_ids] = True
         special = {token.content for token in added.values() if token.special} | set(tokenizer.all_special_tokens)
         self.special_tokens = tuple(sorted(special, key=len, reverse=True))
         self.special = re.compile("|".join(map(re.escape, self.special_tokens)) or r"(?!)")
@@ -151,7 +157,8 @@ class Encoder:
                 "the chat template changes earlier turns, so supervised tokens cannot be told; "
                 f"{TEMPLATE_ADVICE}, or data.last_turn_only"
             )
-        if answer and before != self._render(row, row.messages[:index]):
+        prompt = self._template(row).prompt
+        if answer and ((prompt and before.endswith(prompt)) or before != self._render(row, row.messages[:index])):
             return len(before), len(through)
         # What the template writes before a turn's own words may hold the same letters: another text shows where they begin.
         other = self._render(row, [*row.messages[:index], message | {"content": ELSEWHERE}])
@@ -168,11 +175,11 @@ class Encoder:
         return len(before), len(through)
 
     def _template(self, row: Row) -> ChatTemplate:
-        if self.tokenizer.chat_template is None:
+        if not self.texts:
             raise ValueError("the model's tokenizer has no chat template for messages; set data.chat_template")
-        text = self.tokenizer.get_chat_template(None, row.tools)
+        text = self.texts[row.tools is not None]
         if text not in self.templates:
-            self.templates[text] = ChatTemplate(text, self.special, self.tokenizer.special_tokens_map, row.tools)
+            self.templates[text] = ChatTemplate(text, self.special, self.variables, row.tools)
         return self.templates[text]
 
     def _render(self, row: Row, messages: list[dict[str, Any]], prompt: bool = False) -> str:
@@ -237,7 +244,7 @@ class Encoder:
 
     def _without_white_space(self, text: str, places: np.ndarray, ids: np.ndarray, first: int, last: int) -> int:
         """The last token up to the end-of-turn: white space that the template puts after it is not the model's to write."""
-        ends = np.flatnonzero(np.isin(ids[first : last + 1], self.special_ids))
+        ends = np.flatnonzero(self.is_special[ids[first : last + 1]])
         if not len(ends):
             return last
         end = first + int(ends[-1])

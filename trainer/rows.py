@@ -5,6 +5,7 @@ them, the first of this order counts. Pure Python: it knows no tokenizer and no 
 """
 
 import json
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, get_args
@@ -22,6 +23,7 @@ SET_BY_US = {
     "continue_final_message",
     "return_assistant_tokens_mask",
 }
+HALVES = re.compile("[\ud800-\udfff]")  # of characters that UTF-16 writes in two
 FORMS = 'write {"messages": [{"role": "user", "content": "..."}, ...]}, {"prompt": "...", "completion": "..."} or {"text": "..."}'
 
 
@@ -103,7 +105,7 @@ def _is_text(value: Any) -> bool:
 
 
 def _refuse_halves(text: str) -> None:
-    if not text.isascii() and any("\ud800" <= character <= "\udfff" for character in text):
+    if HALVES.search(text):
         raise ValueError("a text holds half a character (a lone surrogate); write it whole")
 
 

@@ -14,7 +14,7 @@ from transformers.utils.chat_template_utils import render_jinja_template
 
 GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 ELSEWHERE = "\N{SYMBOL FOR UNIT SEPARATOR} a turn \N{SYMBOL FOR UNIT SEPARATOR}"
-ABSENT = object()
+ABSENT = "\0absent"
 
 Place = tuple[int, int]
 
@@ -26,6 +26,7 @@ class ChatTemplate:
         self.content, self.arguments_as_text = "", False
         self._choose_call_form(tools)
         self.constants = "\n".join(part for _, kind, part in Environment().lex(text) if kind in ("data", "string"))
+        self.prompt = ""  # the generation prompt, where a special token in it tells that no message has written it
         self.starts = self._find_starts()
         self.marks_answers = self.has_markers and self._probe_markers()
 
@@ -62,7 +63,7 @@ class ChatTemplate:
         formed = dict(message)
         if not formed["content"].strip():
             formed["content"] = self.content
-            if self.content is ABSENT:
+            if self.content == ABSENT:
                 del formed["content"]
         if self.arguments_as_text:
             formed["tool_calls"] = [call | {"function": _as_text(call["function"])} for call in message["tool_calls"]]
@@ -94,6 +95,8 @@ class ChatTemplate:
         ends = self.special.findall(ended.rpartition(answer)[2])
         between = self.special.findall(going_on.partition(answer)[2].partition(second)[0])
         after = self.special.findall(plain.rpartition(question)[2])
+        if asked.startswith(plain) and self.special.search(asked, len(plain)):
+            self.prompt = asked[len(plain) :]
         prompt = [token for token in self.special.findall(asked.rpartition(question)[2]) if token not in after]
         return (set(between) - set(ends)) | set(prompt[:1])
 

@@ -284,7 +284,7 @@ def _encode_all(pieces: Iterator[Piece], encoder: Encoder, config: DataConfig) -
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["trainer.tokens"])
     workers = usable_cpus()
-    with ProcessPoolExecutor(workers, context, _start, (encoder.tokenizer, config)) as pool:
+    with ProcessPoolExecutor(workers, context, _start, (encoder, config)) as pool:
         under_way: deque[Future[_Batch]] = deque()
         for piece in itertools.chain(first, pieces):
             under_way.append(pool.submit(_encode_there, piece))
@@ -297,10 +297,10 @@ def _encode_all(pieces: Iterator[Piece], encoder: Encoder, config: DataConfig) -
 _here: tuple[Encoder, DataConfig] | None = None
 
 
-def _start(tokenizer: Any, config: DataConfig) -> None:
+def _start(encoder: Encoder, config: DataConfig) -> None:
     global _here
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes are the parallelism
-    _here = (Encoder(tokenizer, config), config)
+    _here = (encoder, config)
 
 
 def _encode_there(piece: Piece) -> _Batch:
