@@ -76,6 +76,7 @@ def check_writable(storage: Storage) -> None:
     try:
         storage.write(key, data)
         same = storage.read(key) == data
+        conditional = not storage.write(key, data, if_absent=True)
         storage.delete([key])
     except Exception as error:
         raise InputError(
@@ -83,6 +84,9 @@ def check_writable(storage: Storage) -> None:
         ) from None
     if not same:
         raise InputError(f"storage.uri: {storage.uri} returned other bytes than were written; use another store")
+    if not conditional:
+        what = "overwrites a key that is to be written only where it is absent (If-None-Match), so runs could not be kept apart"
+        raise InputError(f"storage.uri: {storage.uri} {what}; use a store with conditional writes")
 
 
 def _reason(error: Exception) -> str:

@@ -78,6 +78,34 @@ def test_an_unwritable_place_is_refused_with_its_reason(tmp_path: Path, s3_endpo
         check_writable(S3Storage("s3://nobucket", StorageConfig(**s3_config(s3_endpoint))))
 
 
+def test_a_store_without_conditional_writes_is_refused(tmp_path: Path) -> None:
+    class Careless(LocalStorage):
+        def write(self, key: str, data: bytes | memoryview, if_absent: bool = False, if_version: str | None = None) -> bool:
+            return super().write(key, data)
+
+    with pytest.raises(InputError, match="use a store with conditional writes"):
+        check_writable(Careless(str(tmp_path)))
+
+
+def test_a_key_is_replaced_only_where_it_is_still_the_version_that_was_read(storage: Storage) -> None:
+    storage.write("owner", b"a")
+    data, version = storage.read_version("owner")
+    assert data == b"a"
+    assert storage.write("owner", b"b", if_version=version)
+    assert not storage.write("owner", b"c", if_version=version)
+    assert storage.read("owner") == b"b"
+    assert not storage.write("nothing", b"c", if_version=version)
+    storage.delete(["owner"])
+
+
+def test_large_content_goes_up_in_parts_without_a_copy(storage: Storage) -> None:
+    data = bytes(range(256)) * (40 * 2**12)
+    assert storage.write("big", memoryview(data))
+    with storage.local_copy("big") as path:
+        assert path.read_bytes() == data
+    storage.delete(["big"])
+
+
 def test_a_run_goes_from_s3_to_s3_and_resumes_there(tmp_path: Path, s3_endpoint: str) -> None:
     local = settings(tmp_path)
     bucket = open_storage(f"s3://runs/{tmp_path.name}", StorageConfig(**s3_config(s3_endpoint)))
