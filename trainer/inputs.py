@@ -65,6 +65,11 @@ def read_inputs(storage: Storage) -> Inputs | None:
         return Inputs.model_validate_json(storage.read("inputs.json"))
     except FileNotFoundError:
         return None
+    except ValueError:
+        raise InputError(
+            f"{storage.uri}/inputs.json is damaged or of another version; "
+            "delete it where the data is what this run began with, or set data.version to start a new run"
+        ) from None
 
 
 def resolve(config: TrainerConfig, storage: Storage, say: Callable[[str], None]) -> tuple[Path, Any, Sets]:
@@ -81,6 +86,8 @@ def resolve(config: TrainerConfig, storage: Storage, say: Callable[[str], None])
         pinned = read_inputs(storage)  # another attempt was first
     if pinned is not None:
         _refuse_changed(pinned, found)
+        if pinned.sets != found.sets:  # the same tokens in another store, as that of the first attempt may be gone
+            storage.write("inputs.json", pinned.model_copy(update={"sets": found.sets}).model_dump_json(indent=1).encode())
     return folder, tokenizer, load_sets(config, found)
 
 

@@ -2,11 +2,14 @@
 
 import itertools
 import os
+import re
 import sys
 from typing import Any
 
 from rich.console import Console
 from rich.text import Text
+
+CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
 
 
 class _Console(Console):
@@ -56,7 +59,8 @@ class Progress:
         before = {question_of(sample): sample["answer"] for sample in self.before.get("samples", [])}
         for sample in row.get("samples", []):
             question = question_of(sample)
-            self.say(f"  {question}\n    before: {before.get(question, '(not asked)')}\n    after:  {sample['answer']}")
+            shown = f"  {question}\n    before: {before.get(question, '(not asked)')}\n    after:  {sample['answer']}"
+            self.say(printable(shown))
         return None
 
     def ended(self, ending: str) -> None:
@@ -99,15 +103,20 @@ def question_of(sample: dict[str, Any]) -> str:
     return sample["messages"][-1]["content"] if "messages" in sample else sample["prompt"]
 
 
+def printable(text: str) -> str:
+    """A text of data or model without what would move a terminal's cursor, colour it or turn its writing round."""
+    return CONTROL.sub("\N{REPLACEMENT CHARACTER}", text)
+
+
 def show_rows(sets: Any, plan: Any, tokenizer: Any, console: Console, count: int = 3) -> None:
     """Prints the first rows that training will see as text: what is learnt on green, or in brackets without colours."""
     rows = [row for pack in plan.step_packs(1) for row in pack][:count]
     for row in rows:
         ids, supervised = sets.train[row]
-        place = f"{sets.files[sets.train.files[row]]}:{sets.train.lines[row]}"
+        place = f"{printable(sets.files[sets.train.files[row]])}:{sets.train.lines[row]}"
         text = Text(f"{place}: {len(ids):,} tokens, {int(supervised.sum()):,} of them supervised\n", "bold")
         for start, stop, on in _runs(supervised):
-            part = tokenizer.decode(ids[start:stop])
+            part = printable(tokenizer.decode(ids[start:stop]))
             colours = console.is_terminal and not console.no_color
             text.append(f"[[{part}]]" if on and not colours else part, "not bold white on dark_green" if on else "not bold dim")
         text.rstrip()

@@ -23,6 +23,7 @@ COMPRESSIONS = {".gz": "gzip", ".zst": "zstd"}
 PIECE_BYTES = 2**20  # of lines
 PIECE_ROWS = 1000  # of a table
 LONGEST_LINE = 64 * 2**20
+BESIDE_ROWS = ("dataset_info", "dataset_dict.json", "state.json")
 SPLITS = {  # words of file names, as `datasets` reads them
     "train": ("train", "training"),
     "valid": ("validation", "valid", "dev", "val"),
@@ -211,8 +212,8 @@ def _format(name: str) -> tuple[str | None, str | None]:
 
 
 def _with_rows(names: list[str]) -> list[str]:
-    """Those that hold rows by their ending; hidden ones do not."""
-    return [name for name in names if _format(name)[0] and not Path(name).name.startswith(".")]
+    """Those that hold rows by their ending; hidden ones and what `datasets` writes beside rows do not."""
+    return [name for name in names if _format(name)[0] and not Path(name).name.startswith((".", *BESIDE_ROWS))]
 
 
 def _splits(names: Iterable[str]) -> set[str]:

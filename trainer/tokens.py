@@ -5,17 +5,21 @@ same data share it. Columns are files named by their own checksum and `index.jso
 and only where there is none: jobs that build the same store at once can't disturb one another.
 """
 
+import contextlib
 import hashlib
 import heapq
 import itertools
 import json
 import multiprocessing
 import os
+import signal
 import tempfile
+import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -125,6 +129,10 @@ class Index(Settings):
     samples: list[dict[str, Any]]
     """Rows as text, those with the smallest hashes: {row, messages or prompt, reference}."""
 
+    def size(self, column: str) -> int:
+        """Bytes of a column's file."""
+        return (self.num_tokens if column in ("ids", "supervised") else self.num_rows) * np.dtype(COLUMNS[column]).itemsize
+
 
 def store_key(sources: list[Source], tokenizer: Any, config: DataConfig) -> str:
     """Sixteen hex digits over all that a store's content follows from: files, tokenizer, template and how rows are treated."""
@@ -150,13 +158,16 @@ TREATMENT = {
 
 
 def find_index(storage: Storage, key: str) -> Index | None:
-    """The index of a store that is complete, or None."""
+    """The index of a store of which every column is there whole, or None."""
     try:
         index = Index.model_validate_json(storage.read(f"{key}/index.json"))
     except (FileNotFoundError, ValueError):
         return None
     present = storage.list(key)
-    return index if all(f"{key}/{name}" in present for name in index.columns.values()) else None
+    whole = index.columns.keys() == COLUMNS.keys() and all(
+        present.get(f"{key}/{file}") == index.size(name) for name, file in index.columns.items()
+    )
+    return index if whole else None
 
 
 def load_tokens(storage: Storage, key: str, cache: Path) -> tuple[Index, Tokens]:
@@ -170,10 +181,10 @@ def load_tokens(storage: Storage, key: str, cache: Path) -> tuple[Index, Tokens]
         folder = cache / "tokens" / key
         folder.mkdir(parents=True, exist_ok=True)
         with FileLock(folder / ".lock"):
-            for name in index.columns.values():
-                if not (folder / name).is_file():
-                    storage.download(f"{key}/{name}", folder / f".{name}")
-                    (folder / f".{name}").rename(folder / name)
+            for name, file in index.columns.items():
+                if not (folder / file).is_file() or (folder / file).stat().st_size != index.size(name):
+                    storage.download(f"{key}/{file}", folder / f".{file}")
+                    (folder / f".{file}").rename(folder / file)
     columns = {name: np.memmap(folder / file, COLUMNS[name], mode="r") for name, file in index.columns.items()}
     return index, Tokens(**columns)
 
@@ -199,14 +210,17 @@ def build_store(
     """Reads, checks and tokenises every row once, in bounded memory; InputError lists every kind of problem in them."""
     files = [(source, file) for source in sources for file in source.files]
     pieces = (piece for number, (source, file) in enumerate(files) for piece in source.pieces(file, number))
-    with tempfile.TemporaryDirectory(prefix="ray-finetune-tokens-") as scratch:
+    with _stop_asked() as stopped, tempfile.TemporaryDirectory(prefix="ray-finetune-tokens-") as scratch:
         writer = _Writer(Path(scratch), [file.source for _, file in files], [file.name for _, file in files], config)
         since = said = time.monotonic()
-        for encoded in _encode_all(pieces, encoder, config):
-            writer.add(encoded)
-            if time.monotonic() - said > SAY_SECONDS:
-                said = time.monotonic()
-                say(f"{writer.num_read:,} rows read, {writer.num_read / (said - since):,.0f} a second")
+        with contextlib.closing(_encode_all(pieces, encoder, config, stopped)) as batches:
+            for batch in batches:
+                writer.add(batch)
+                if stopped():
+                    raise Stopped
+                if time.monotonic() - said > SAY_SECONDS:
+                    said = time.monotonic()
+                    say(f"{writer.num_read:,} rows read, {writer.num_read / (said - since):,.0f} a second")
         index = writer.finish(encoder.special_ids)
         for name, file in index.columns.items():
             storage.upload(Path(scratch, name), f"{key}/{file}")
@@ -215,6 +229,37 @@ def build_store(
     if found is None:  # someone's index is there, but not all of its columns: theirs were deleted
         storage.write(f"{key}/index.json", index.model_dump_json(indent=1).encode())
     return found or index
+
+
+class Stopped(KeyboardInterrupt):
+    """SIGTERM or SIGINT came while rows were tokenised; nothing of them is kept."""
+
+
+@contextlib.contextmanager
+def _stop_asked() -> Iterator[Callable[[], bool]]:
+    """Says whether SIGTERM or SIGINT has come, and has whoever handled them before know, too.
+
+    By default SIGTERM would end the process at once, and leave the scratch folder behind.
+    """
+    asked = threading.Event()
+    if threading.current_thread() is not threading.main_thread():  # which alone may handle signals
+        yield asked.is_set
+        return
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+
+    def handle(number: int, frame: Any) -> None:
+        asked.set()
+        known = before[signal.Signals(number)]
+        if callable(known) and known is not signal.default_int_handler:
+            known(number, frame)
+
+    for number in before:
+        signal.signal(number, handle)
+    try:
+        yield asked.is_set
+    finally:
+        for number, known in before.items():
+            signal.signal(number, known)
 
 
 @dataclass
@@ -275,7 +320,9 @@ def _fitted(row: Encoded, config: DataConfig, counts: Counter[str]) -> list[Enco
     return [kept[0], *(replace(part, sample=None) for part in kept[1:])]  # a row is asked once
 
 
-def _encode_all(pieces: Iterator[Piece], encoder: Encoder, config: DataConfig) -> Iterator[_Batch]:
+def _encode_all(
+    pieces: Iterator[Piece], encoder: Encoder, config: DataConfig, stopped: Callable[[], bool]
+) -> Generator[_Batch, None, None]:
     """Every piece's batch, in order: here while there are few, else on all CPUs, with a bounded number under way."""
     first = list(itertools.islice(pieces, INLINE_PIECES))
     if len(first) < INLINE_PIECES or usable_cpus() == 1:
@@ -284,7 +331,8 @@ def _encode_all(pieces: Iterator[Piece], encoder: Encoder, config: DataConfig) -
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["trainer.tokens"])
     workers = usable_cpus()
-    with ProcessPoolExecutor(workers, context, _start, (encoder, config)) as pool:
+    pool = ProcessPoolExecutor(workers, context, _start, (encoder, config))
+    try:
         under_way: deque[Future[_Batch]] = deque()
         for piece in itertools.chain(first, pieces):
             under_way.append(pool.submit(_encode_there, piece))
@@ -292,15 +340,33 @@ def _encode_all(pieces: Iterator[Piece], encoder: Encoder, config: DataConfig) -
                 yield under_way.popleft().result()
         while under_way:
             yield under_way.popleft().result()
+    except BrokenProcessPool:
+        if stopped():  # the signal has reached all processes of a terminal
+            raise Stopped from None
+        raise RunError(
+            "a tokenising process was killed, most often for lack of memory; give the driver more memory, or fewer CPUs"
+        ) from None
+    finally:
+        pool.shutdown(cancel_futures=True)
 
 
 _here: tuple[Encoder, DataConfig] | None = None
 
 
 def _start(encoder: Encoder, config: DataConfig) -> None:
+    """Makes a process ready to encode: it leaves Ctrl-C to the one that started it, and ends when that one has ended."""
     global _here
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    threading.Thread(target=_end_with_parent, daemon=True).start()
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes are the parallelism
     _here = (encoder, config)
+
+
+def _end_with_parent() -> None:
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
+    os._exit(1)
 
 
 def _encode_there(piece: Piece) -> _Batch:

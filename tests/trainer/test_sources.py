@@ -166,7 +166,16 @@ def put(folder: Path, *names: str) -> Path:
     return folder
 
 
-NAMES = ("a.jsonl", "deep/b.jsonl", "deep/er/c.JSONL.gz", "README.md", "_SUCCESS", ".hidden.jsonl", "latest.jsonl")
+NAMES = (
+    "a.jsonl",
+    "deep/b.jsonl",
+    "deep/er/c.JSONL.gz",
+    "README.md",
+    "_SUCCESS",
+    "dataset_infos.json",
+    ".hidden.jsonl",
+    "latest.jsonl",
+)
 
 
 def test_a_folder_without_splits_is_read_whole_and_globs_reach_deeper_locally_and_in_s3(tmp_path: Path, s3_endpoint: str) -> None:

@@ -1,6 +1,14 @@
 """The token store: what becomes of a data set's rows, counted, and written so that nobody reads half of it."""
 
+import contextlib
 import json
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +21,7 @@ from stores import TOKENIZER, build, chat, data_config, encode, write_lines
 from tiny import WORDS, build_tokenizer, write_rows
 
 import trainer.tokens as module
-from trainer.config import InputError, StorageConfig, TrainerConfig
+from trainer.config import InputError, RunError, StorageConfig, TrainerConfig
 from trainer.encoding import Encoder
 from trainer.inputs import describe
 from trainer.sources import Source
@@ -106,6 +114,17 @@ def test_a_set_of_which_no_row_ends_with_a_special_token_says_that_no_end_of_tur
     assert sentence not in describe("train", build(config)[0], config)
 
 
+def test_a_set_is_described_with_its_file_or_their_number(tmp_path: Path) -> None:
+    folder = tmp_path / "rows"
+    folder.mkdir()
+    config = data_config(str(write_lines(folder / "a.jsonl", [GOOD])))
+    config = config.model_copy(update={"storage": StorageConfig(uri=str(tmp_path / "runs"))})
+    assert describe("train", build(config)[0], config).startswith(f"train: {folder}/a.jsonl: 1 rows, ")
+    write_lines(folder / "b.jsonl", [GOOD])
+    config = config.model_copy(update={"data": data_config(folder).data})
+    assert describe("train", build(config)[0], config).startswith("train: 2 files: 2 rows, ")
+
+
 def test_the_end_of_turn_is_what_most_rows_end_with(tmp_path: Path) -> None:
     path = write_lines(tmp_path / "rows.jsonl", [GOOD, GOOD, {"text": "red"}])
     index, _ = build(data_config(path))
@@ -150,6 +169,108 @@ def test_a_store_without_all_its_columns_does_not_exist_and_is_built_anew(parts:
     assert find_index(storage, key) is None
     build_store(sources, Encoder(TOKENIZER, config.data), config.data, storage, key, print)
     assert find_index(storage, key) == index
+
+
+def test_a_store_with_a_column_of_another_size_is_built_anew(parts: Any) -> None:
+    config, sources, storage, key = parts
+    index, _ = build(config)
+    for column in ("ids", "lengths"):
+        path = storage.root / key / index.columns[column]
+        path.write_bytes(path.read_bytes()[:-4])
+        assert find_index(storage, key) is None
+        build_store(sources, Encoder(TOKENIZER, config.data), config.data, storage, key, print)
+        assert find_index(storage, key) == index
+
+
+def kill_oneself(piece: Any) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+@pytest.fixture
+def many_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> TrainerConfig:
+    monkeypatch.setattr("trainer.sources.PIECE_BYTES", 2000)
+    monkeypatch.setattr(module, "usable_cpus", lambda: 2)
+    return data_config(write_rows(tmp_path / "rows.jsonl", 600))
+
+
+def test_a_tokenising_process_that_is_killed_ends_the_run_in_one_sentence(
+    many_pieces: TrainerConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "_encode_there", kill_oneself)
+    with pytest.raises(RunError, match="a tokenising process was killed, most often for lack of memory; "):
+        build(many_pieces)
+
+
+def build_slowly(values: dict[str, Any]) -> None:
+    module.usable_cpus = lambda: 2
+    real = module._Writer.add
+
+    def add(self: Any, batch: Any) -> None:
+        print("batch", flush=True)
+        time.sleep(0.2)
+        real(self, batch)
+
+    module._Writer.add = add
+    build(TrainerConfig.model_validate(values))
+
+
+def test_tokenising_processes_end_with_the_one_that_started_them(many_pieces: TrainerConfig) -> None:
+    write_rows(Path(many_pieces.data.train[0].path), 100_000)
+    code = f"import test_tokens; test_tokens.build_slowly({many_pieces.model_dump()!r})"
+    process = subprocess.Popen(
+        [sys.executable, "-c", code], stdout=subprocess.PIPE, cwd=Path(__file__).parent, start_new_session=True
+    )
+    try:
+        assert process.stdout
+        assert b"batch\n" in iter(process.stdout.readline, b"")
+        assert len(members(process.pid)) > 2
+        process.kill()
+        process.wait()
+        until = time.monotonic() + 10
+        while members(process.pid) and time.monotonic() < until:
+            time.sleep(0.1)
+        assert members(process.pid) == []
+    finally:
+        for pid in members(process.pid):
+            os.kill(pid, signal.SIGKILL)
+
+
+def members(session: int) -> list[int]:
+    """Living processes of a session."""
+    found = []
+    for status in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            fields = status.read_text().rpartition(")")[2].split()
+            found += [int(status.parent.name)] if int(fields[3]) == session and fields[0] != "Z" else []
+    return found
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_ends_tokenising_between_two_pieces_and_leaves_nothing_behind(
+    many_pieces: TrainerConfig, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, number: signal.Signals
+) -> None:
+    scratch = tmp_path / "scratch"
+    scratch.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(scratch))
+    seen: list[int] = []
+    batches: list[Any] = []
+    before = signal.signal(number, lambda signum, frame: seen.append(signum))
+
+    def add(self: Any, batch: Any) -> None:
+        batches.append(batch)
+        if len(batches) == 2:
+            os.kill(os.getpid(), number)
+
+    monkeypatch.setattr(module._Writer, "add", add)
+    try:
+        with pytest.raises(module.Stopped):
+            build(many_pieces)
+        handler = signal.getsignal(number)
+    finally:
+        signal.signal(number, before)
+    assert (seen, len(batches), list(scratch.iterdir())) == ([number], 2, [])
+    assert callable(handler)
+    assert multiprocessing.active_children() == []
 
 
 def test_jobs_that_build_the_same_store_at_once_all_end_with_one_whole_store(tmp_path: Path) -> None:
