@@ -57,6 +57,13 @@ def _run_held(run: RunFile, storage: Storage, progress: Progress, stop: threadin
     try:
         refuse_failed_twice(run, storage)
         ending = launch(run, storage, progress, stop, ownership)
+    except KeyboardInterrupt as error:
+        from trainer.tokens import Stopped
+
+        if not isinstance(error, Stopped):
+            ownership.release()
+            raise
+        ending = "interrupted"
     except Exception as error:
         ending, cause = "refused" if isinstance(error, InputError) else "failed", error
     progress.close()

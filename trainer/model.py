@@ -375,9 +375,8 @@ def answer(
 ) -> str:
     """The model's greedy answer to a sample's messages or prompt. A collective: every rank gives the same arguments."""
     if "messages" in sample:
-        inputs = tokenizer.apply_chat_template(
-            sample["messages"], tools=sample.get("tools"), add_generation_prompt=True, return_tensors="pt", return_dict=True
-        )
+        asked = {"tools": sample.get("tools"), "add_generation_prompt": True} | sample.get("options", {})
+        inputs = tokenizer.apply_chat_template(sample["messages"], return_tensors="pt", return_dict=True, **asked)
     else:
         inputs = tokenizer(sample["prompt"], return_tensors="pt")
     ids = inputs["input_ids"].to(device)

@@ -78,7 +78,8 @@ class Ownership:
     def release(self) -> None:
         """Lets the next driver have the run at once."""
         self.leaving.set()
-        self.thread.join()
+        if self.thread.is_alive():
+            self.thread.join()
         if not self.lost.is_set():
             self.record["released"] = True
             self._write(if_version=self.version)

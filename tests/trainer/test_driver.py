@@ -11,11 +11,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 from processes import run_processes
 from safetensors.torch import load_file, save_file
-from tiny import save_model, settings
+from tiny import save_model, settings, write_rows
 from training import run_training, weights
 
 from trainer.cli import main
@@ -361,3 +362,18 @@ def test_a_refused_run_that_is_a_ray_job_ends_as_stopped_which_kuberay_does_not_
     outcome = json.loads((run / "outcome.json").read_text())
     assert outcome["outcome"] == "refused"
     assert "train.jsonl:41: not valid JSON" in outcome["cause"]
+
+
+def test_a_stop_while_rows_are_tokenised_lets_the_run_go(tmp_path: Path) -> None:
+    config = write_config(tmp_path)
+    write_rows(tmp_path / "train.jsonl", 60_000)
+    run = subprocess.Popen([sys.executable, "-m", "trainer", "train", "--config", str(config)], env=ALONE)
+    deadline = time.monotonic() + 120
+    while not psutil.Process(run.pid).children():  # the processes that tokenise
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    run.send_signal(signal.SIGTERM)
+    assert run.wait(60) == 75
+    [folder] = (tmp_path / "runs").glob("tiny-*")
+    assert json.loads((folder / "outcome.json").read_text())["outcome"] == "interrupted"
+    assert json.loads((folder / "owner.json").read_text())["released"] is True
