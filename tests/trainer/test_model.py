@@ -161,7 +161,7 @@ def test_a_ggufs_special_tokens_keep_their_roles(tmp_path: Path, monkeypatch: py
     vocabulary = sorted(made.get_vocab(), key=made.get_vocab().get)
     merges = [" ".join(pair) for pair in json.loads(Tokenizer.to_str(made.backend_tokenizer))["model"]["merges"]]
     writer = GGUFWriter(tmp_path / "tiny.gguf", "qwen2")
-    for add, value in (
+    facts: list[tuple[Any, Any]] = [
         (writer.add_block_count, 1),
         (writer.add_context_length, 512),
         (writer.add_embedding_length, 32),
@@ -170,7 +170,8 @@ def test_a_ggufs_special_tokens_keep_their_roles(tmp_path: Path, monkeypatch: py
         (writer.add_head_count_kv, 2),
         (writer.add_layer_norm_rms_eps, 1e-6),
         (writer.add_vocab_size, len(vocabulary)),
-    ):
+    ]
+    for add, value in facts:
         add(value)
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre("qwen2")
