@@ -291,7 +291,7 @@ class TrainerConfig(Settings):
     """Worker failures that are mended by starting the workers again from the last checkpoint; one more ends the run."""
 
     hang_seconds: int = Field(default=900, ge=10)
-    """Longest time that a step may take, the first one excepted; a worker that exceeds it is started again, with all others."""
+    """Longest time of a step but the first, a save or a held-out batch; a worker that exceeds it is started again, with all others."""
 
     takeover: bool = False
     """Take the run over from another Helm release that holds it, which then saves and leaves."""

@@ -27,7 +27,7 @@ from trainer.attention import VARLEN, choose_attention, document_bounds
 from trainer.config import InputError, ModelConfig, TrainerConfig, refusing
 from trainer.loss import LogitScale, Targets, scores, weighted_loss
 from trainer.packing import MicroBatch
-from trainer.parallel import World
+from trainer.parallel import World, free_gathered
 from trainer.storage import Storage, open_storage
 
 GGUF_VERSION = 2  # raised whenever the same GGUF would give another folder
@@ -362,6 +362,7 @@ def check_head(model: Any, device: torch.device) -> None:
     ids = torch.arange(1, 9, device=device).unsqueeze(0)
     with as_published(model):
         own, ours = model(input_ids=ids, use_cache=False).logits, model.plain_logits(ids)
+    free_gathered(model)
     if not own.isfinite().all():
         raise InputError("model.path: the base model's logits are not finite, so its weights are damaged; fetch them again")
     if not torch.allclose(own, ours, rtol=1e-2, atol=1e-2):
@@ -403,6 +404,7 @@ def export(model: Any, folder: Path, config: TrainerConfig, storage: Storage, en
     files = _split(model, dtype)
     with tempfile.TemporaryDirectory() as scratch:
         for name, tensors in files.items():
+            world.alive()
             full = {key: _full(tensor).to(dtype) for key, tensor in tensors.items()}
             if world.is_main:
                 save_file({key: tensor.cpu().contiguous() for key, tensor in full.items()}, f"{scratch}/{name}", {"format": "pt"})

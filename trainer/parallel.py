@@ -58,9 +58,13 @@ class World:
         dist.all_reduce(flag, op=dist.ReduceOp.MAX)
         self._flag = Reading(flag)
         stop = before is not None and before.values() != [0.0]
+        self.alive()
+        return stop
+
+    def alive(self) -> None:
+        """Tells the watchdog that this process goes on: another such piece of work must end within its time."""
         if self.watchdog:
             self.watchdog.arm()
-        return stop
 
     def sum(self, *values: float) -> list[float]:
         """Each value summed over all ranks. A collective."""
@@ -102,10 +106,10 @@ class Reading:
 
 
 class Watchdog:
-    """Ends this process when a step has taken longer than any may: a collective whose partner is gone, or a device that hangs.
+    """Ends this process when a step, a save or a held-out batch takes longer than any may: a partner is gone, or a device hangs.
 
-    Its death is what Ray notices, which then starts all workers again from the last checkpoint. Armed after each step,
-    so that the first one, with its compilation, has all the time it needs; at rest while something else than steps runs.
+    Its death is what Ray notices, which then starts all workers again from the last checkpoint. Armed after the first
+    step, which with its compilation has all the time it needs.
     """
 
     def __init__(self, seconds: float):
@@ -124,7 +128,7 @@ class Watchdog:
             time.sleep(min(1.0, self.seconds / 10))
             if time.monotonic() > self.deadline:
                 print(
-                    f"no step within {self.seconds:g} seconds (hang_seconds): this worker ends, so that all start again",
+                    f"nothing done within {self.seconds:g} seconds (hang_seconds): this worker ends, so that all start again",
                     file=sys.stderr,
                 )
                 faulthandler.dump_traceback(all_threads=True)
@@ -150,6 +154,8 @@ def join_world(stop_asked: Callable[[], bool]) -> Iterator[World]:
     try:
         yield world
     finally:
+        if world.watchdog:
+            world.watchdog.rest()
         for leave in world.on_leave:
             leave()
         if own:

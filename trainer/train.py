@@ -6,6 +6,7 @@ The same function runs under Ray Train, under torchrun and as one process; who s
 import gc
 import math
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
@@ -37,19 +38,13 @@ def train(run: RunFile, world: World, report: Callable[[dict[str, Any]], None]) 
     sets = load_sets(config, inputs)
     plan = Plan(sets.train, config)
 
-    dtype = compute_type(config, world.device)
-    attention = choose_attention(AutoConfig.from_pretrained(folder), config, world.device, dtype)
-    model = build_model(folder, config, attention)
-    compile_blocks(model, config, world.device)
-    model = shard(model, world, dtype)
+    model = make_model(folder, config, world)
     optimizer = build_optimizer(model, config.optim)
     checkpoints = Checkpoints(storage, config.checkpoint.keep, world, model, optimizer)
     step = checkpoints.restore()
     if step == 0:
         load_pretrained(model, folder)
         check_head(model, world.device)
-        free_gathered(model)
-
     journal = Journal(storage, step, checkpoints.check_newest)
     held_out = HeldOut(config, sets, folder, world)
 
@@ -92,14 +87,12 @@ def train(run: RunFile, world: World, report: Callable[[dict[str, Any]], None]) 
         if saving or measuring or not world.runs_ahead:
             under_way.finish(log=saving)
         if saving:
-            world.watchdog.rest()
             if world.is_main:
                 journal.flush()
             optimizer.zero_grad(set_to_none=True)  # gradients have done their work; the copy needs their memory
             checkpoints.save(step)
             meter.pause()
         if measuring:
-            world.watchdog.rest()
             measure(samples=False)
             meter.pause()
 
@@ -113,6 +106,15 @@ def train(run: RunFile, world: World, report: Callable[[dict[str, Any]], None]) 
     if world.is_main:
         journal.flush()
     return "complete"
+
+
+def make_model(folder: Path, config: TrainerConfig, world: World) -> Any:
+    """The model over all ranks, without its weights, with the attention and the compilation that the device is good for."""
+    dtype = compute_type(config, world.device)
+    attention = choose_attention(AutoConfig.from_pretrained(folder), config, world.device, dtype)
+    model = build_model(folder, config, attention)
+    compile_blocks(model, config, world.device)
+    return shard(model, world, dtype)
 
 
 class UnderWay:
@@ -181,7 +183,7 @@ def finite(step: int, what: str, value: float) -> None:
 class HeldOut:
     """What is measured on rows that are not trained on; without such rows, nothing."""
 
-    def __init__(self, config: TrainerConfig, sets: Sets, folder: Any, world: World):
+    def __init__(self, config: TrainerConfig, sets: Sets, folder: Path, world: World):
         self.config, self.sets, self.world = config, sets, world
         self.tokenizer = load_tokenizer(folder, config) if sets.samples else None
 
@@ -208,9 +210,11 @@ class HeldOut:
         total = torch.zeros(2, dtype=torch.float64, device=self.world.device)
         for batch in micro_batches(tokens, packs, self.config, self.world.rank, self.world.size):
             total += model.supervised_scores(**loss_inputs(model, batch, self.world.device))
+            self.world.alive()
         return torch.tensor([*self.world.sum(*total.tolist()), float(tokens.labels.sum())], dtype=torch.float64)
 
     def _answer(self, model: Any, sample: dict[str, Any]) -> str:
+        self.world.alive()
         length = self.config.evaluate.max_new_tokens
         return answer(model, self.tokenizer, sample, length, self.sets.end_of_turn, self.world.device)
 

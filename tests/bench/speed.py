@@ -43,25 +43,14 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-def measure(case: dict[str, Any], num_steps: int, profile: bool) -> dict[str, Any]:
-    import gc
-
-    import torch
+def settings(case: dict[str, Any]) -> Any:
+    """The trainer's settings for a case, its model's shape written to a folder."""
     from transformers import Qwen2Config
 
-    import trainer.attention
-    import trainer.loss
-    import trainer.train
     from trainer.config import TrainerConfig
-    from trainer.metrics import flops_per_token, mfu
-    from trainer.model import build_model
-    from trainer.optim import build_optimizer
-    from trainer.packing import num_tokens, total_weight
-    from trainer.parallel import compile_blocks, compute_type, join_world, shard
-    from trainer.train import train_step
 
     folder = Path("/tmp/speed-model")
-    shape = Qwen2Config(
+    Qwen2Config(
         vocab_size=151936,
         hidden_size=1536,
         intermediate_size=8960,
@@ -71,16 +60,31 @@ def measure(case: dict[str, Any], num_steps: int, profile: bool) -> dict[str, An
         max_position_embeddings=32768,
         tie_word_embeddings=True,
         architectures=["Qwen2ForCausalLM"],
-    )
-    shape.save_pretrained(folder)
+    ).save_pretrained(folder)
     values = {
         "name": "speed",
         "model": {"path": str(folder)},
         "data": {"train": "-", "sequence_length": LENGTH},
         "batch": {"sequences": case.get("sequences", 16), "micro_batch": case.get("micro_batch", 8)},
     }
-    values |= {key: case[key] for key in ("attention", "compile") if key in case}
-    config = TrainerConfig.model_validate(values)
+    return TrainerConfig.model_validate(values | {key: case[key] for key in ("attention", "compile") if key in case})
+
+
+def measure(case: dict[str, Any], num_steps: int, profile: bool) -> dict[str, Any]:
+    import gc
+
+    import torch
+
+    import trainer.attention
+    import trainer.loss
+    import trainer.train
+    from trainer.metrics import flops_per_token, mfu
+    from trainer.optim import build_optimizer
+    from trainer.packing import num_tokens, total_weight
+    from trainer.parallel import join_world
+    from trainer.train import make_model, train_step
+
+    config = settings(case)
     if not case.get("cudnn", True):
         trainer.attention._kernel = lambda *_: trainer.attention.FLASH
     if not case.get("triton", True):
@@ -89,11 +93,8 @@ def measure(case: dict[str, Any], num_steps: int, profile: bool) -> dict[str, An
         trainer.train.accumulate = lambda *_, **__: None
 
     with join_world(lambda: False) as world:
-        dtype = compute_type(config, world.device)
-        attention = trainer.attention.choose_attention(shape, config, world.device, dtype)
-        model = build_model(folder, config, attention)
-        compile_blocks(model, config, world.device)
-        model = shard(model, world, dtype)
+        model = make_model(Path(config.model.path), config, world)
+        shape = model.config
         torch.manual_seed(0)
         for parameter in model.parameters():
             torch.nn.init.normal_(parameter.to_local(), std=0.02) if parameter.ndim > 1 else torch.nn.init.ones_(
@@ -137,7 +138,7 @@ def measure(case: dict[str, Any], num_steps: int, profile: bool) -> dict[str, An
             "step_seconds_range": [min(seconds), max(seconds)],
             "gpu_memory_gib": torch.cuda.max_memory_allocated() / 2**30,
             "start_seconds": first,
-            "attention": attention,
+            "attention": shape._attn_implementation,
             "loss": [losses[0].item(), losses[-1].item()],
             "graphs": counters["stats"]["unique_graphs"],
             "graph_breaks": sum(counters["graph_break"].values()),
