@@ -235,6 +235,8 @@ def _train_on_ray(run: RunFile, progress: Progress, stop: threading.Event, owner
     """`fit` blocks, so it runs in a thread; signals reach only the main thread, which passes a stop on to the workers."""
     os.environ.setdefault("RAY_worker_niceness", "0")  # Ray gives way to everything else on a machine otherwise
     os.environ.setdefault("RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S", "1800")  # nodes and images take minutes to come
+    # A worker that hangs answers nobody, and by default Ray Train waits ten minutes for it before it looks at the others.
+    os.environ.setdefault("RAY_TRAIN_WORKER_HEALTH_CHECK_TIMEOUT_S", "120")
     import ray
 
     workers, cpus = run.hardware.workers, run.hardware.cpus_per_worker

@@ -22,7 +22,8 @@ from training import run_training, weights
 from trainer.cli import main
 
 ALONE = os.environ | {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29511"}
-ENVIRONMENT = os.environ | {"PYTHONUNBUFFERED": "1", "HF_HUB_OFFLINE": "1"}
+OFFLINE = {"PYTHONUNBUFFERED": "1", "HF_HUB_OFFLINE": "1"}
+ENVIRONMENT = os.environ | OFFLINE
 
 
 def write_config(folder: Path, **changes: Any) -> Path:
@@ -197,7 +198,7 @@ def test_config_prints_every_default_and_the_schema(tmp_path: Path) -> None:
 
 def start(config: Path) -> subprocess.Popen[str]:
     command = [sys.executable, "-m", "trainer", "train", "--config", str(config), "--workers", "2"]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=ENVIRONMENT)
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=os.environ | OFFLINE)
 
 
 def test_a_run_under_ray_stops_on_sigterm_resumes_and_ends_as_one_without_ray(tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """What dies or hangs under a real Ray Train run: the others stop, all start again, and no step is lost or seen twice."""
 
+import itertools
 import json
 import os
 import re
@@ -38,7 +39,8 @@ def test_a_worker_that_dies_or_hangs_costs_no_more_than_the_steps_since_the_last
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: signal.Signals
 ) -> None:
     monkeypatch.setenv("DRIVER_OF_TEST", str(os.getpid()))
-    changes: dict[str, Any] = {"duration": {"steps": 120}, "checkpoint": {"every_steps": 10}, "hang_seconds": 10}
+    monkeypatch.setenv("RAY_TRAIN_WORKER_HEALTH_CHECK_TIMEOUT_S", "15")
+    changes: dict[str, Any] = {"duration": {"steps": 120}, "checkpoint": {"every_steps": 10}, "hang_seconds": 15}
     path = write_config(tmp_path, **changes)
     run = start(path)
     assert run.stdout
@@ -50,10 +52,10 @@ def test_a_worker_that_dies_or_hangs_costs_no_more_than_the_steps_since_the_last
             workers(run)[-1].send_signal(number)
     output = "".join(lines)
     assert run.wait(300) == 0, output
-    again = [int(step) for step in re.findall(r"^step +(\d+)/120", output, re.MULTILINE)]
-    turn = next(i for i in range(1, len(again)) if again[i] <= again[i - 1])
-    assert again[turn] % 10 == 1 and again[turn] > 10  # it went on after a checkpoint
+    shown = [int(step) for step in re.findall(r"^step +(\d+)/120", output, re.MULTILINE)]
+    assert all(b == a + 1 or b % 10 == 1 for a, b in itertools.pairwise(shown)), shown  # on, or again after a checkpoint
     [folder] = (tmp_path / "runs").glob("tiny-*")
+    assert len(list((folder / "attempts").iterdir())) == 2
     steps = [json.loads(line)["step"] for line in (folder / "metrics.jsonl").read_text().splitlines() if '"loss"' in line]
     assert steps == list(range(1, 121))
     alone = settings(tmp_path, storage={"uri": str(tmp_path / "alone")}, **changes)
