@@ -45,22 +45,13 @@ CASES: dict[str, dict[str, Any]] = {
 
 def settings(case: dict[str, Any]) -> Any:
     """The trainer's settings for a case, its model's shape written to a folder."""
+    from tiny import QWEN_1P5B
     from transformers import Qwen2Config
 
     from trainer.config import TrainerConfig
 
     folder = Path("/tmp/speed-model")
-    Qwen2Config(
-        vocab_size=151936,
-        hidden_size=1536,
-        intermediate_size=8960,
-        num_hidden_layers=28,
-        num_attention_heads=12,
-        num_key_value_heads=2,
-        max_position_embeddings=32768,
-        tie_word_embeddings=True,
-        architectures=["Qwen2ForCausalLM"],
-    ).save_pretrained(folder)
+    Qwen2Config(**QWEN_1P5B, architectures=["Qwen2ForCausalLM"]).save_pretrained(folder)
     values = {
         "name": "speed",
         "model": {"path": str(folder)},

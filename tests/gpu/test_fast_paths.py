@@ -157,9 +157,11 @@ def test_steps_wait_for_nothing_and_compile_once_whatever_the_lengths(tmp_path: 
         lengths = [int(n) for n in choose.integers(2, 60, size=4 * 4)]
         batches.append(([list(range(i, i + 4)) for i in range(0, 16, 4)], rows(lengths)))
 
+    losses = []
+
     def step(batch: Any) -> None:
         loss, _ = train_step(model, optimizer, batch[1], [np.asarray(pack) for pack in batch[0]], config, world)
-        world.sum_later(loss)
+        losses.append(world.sum_later(loss))
         world.stopping()
 
     for batch in batches[:3]:
@@ -172,6 +174,8 @@ def test_steps_wait_for_nothing_and_compile_once_whatever_the_lengths(tmp_path: 
     finally:
         torch.cuda.set_sync_debug_mode("default")
         torch._dynamo.config.error_on_recompile = False
+    assert len(losses) == len(batches) + 1
+    assert all(np.isfinite(loss.values()).all() for loss in losses)
 
 
 def test_a_gradient_that_is_no_number_leaves_the_weights_as_they_were(tmp_path: Path, world: World) -> None:

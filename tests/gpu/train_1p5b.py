@@ -20,24 +20,14 @@ from transformers import AutoModelForCausalLM, Qwen2Config
 
 ROOT = Path(__file__).parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "trainer")]
-from tiny import WORDS, build_tokenizer  # noqa: E402
+from tiny import QWEN_1P5B, WORDS, build_tokenizer  # noqa: E402
 
 NUM_STEPS = 20
 WARM_UP = 5  # steps left out of the medians
 
 
 def make_model(folder: Path) -> None:
-    config = Qwen2Config(
-        vocab_size=151936,
-        hidden_size=1536,
-        intermediate_size=8960,
-        num_hidden_layers=28,
-        num_attention_heads=12,
-        num_key_value_heads=2,
-        max_position_embeddings=32768,
-        tie_word_embeddings=True,
-        dtype=torch.bfloat16,
-    )
+    config = Qwen2Config(**QWEN_1P5B, dtype=torch.bfloat16)
     torch.manual_seed(0)
     with torch.device("cuda"):
         AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(folder)

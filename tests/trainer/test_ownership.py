@@ -165,27 +165,24 @@ def test_a_damaged_record_gives_way_when_nobody_rewrites_it(storage: Storage) ->
     assert driver(storage, release="blue").acquire(print, NEVER)
 
 
+def start(port: int, *arguments: str) -> subprocess.Popen[str]:
+    """Python with these arguments as the one process of a torchrun, on one thread, as `run_processes` has it."""
+    alone = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    environment = os.environ | alone | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[2])}
+    pipes: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    return subprocess.Popen([sys.executable, "-u", *arguments], env=environment, **pipes)
+
+
 def test_a_second_driver_makes_the_first_save_and_goes_on_from_there(tmp_path: Path) -> None:
     values = settings(tmp_path, duration={"steps": 400}, checkpoint={"every_steps": 1000})
     path = tmp_path / "config.json"
     path.write_text(json.dumps(values))
 
-    def start(port: int) -> subprocess.Popen[str]:
-        environment = os.environ | {
-            "RANK": "0",
-            "WORLD_SIZE": "1",
-            "LOCAL_RANK": "0",
-            "MASTER_ADDR": "127.0.0.1",
-            "OMP_NUM_THREADS": "1",
-        }
-        command = [sys.executable, "-u", "-m", "trainer", "train", "--config", str(path)]
-        pipes: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-        return subprocess.Popen(command, env=environment | {"MASTER_PORT": str(port)}, **pipes)
-
-    first = start(29521)
+    command = ["-m", "trainer", "train", "--config", str(path)]
+    first = start(29521, *command)
     assert first.stdout
     next(line for line in first.stdout if line.startswith("step   5/"))
-    second = start(29522)
+    second = start(29522, *command)
     first_said, second_said = (process.communicate(timeout=240)[0] for process in (first, second))
     assert (first.returncode, second.returncode) == (75, 0), first_said + second_said
     assert "another driver holds this run: asking it to save and leave" in second_said
@@ -209,23 +206,12 @@ def test_a_frozen_driver_that_wakes_up_after_another_took_over_changes_nothing(t
         "sys.exit(drive(run))\n"
     )
 
-    def start(port: int) -> subprocess.Popen[str]:
-        environment = os.environ | {
-            "RANK": "0",
-            "WORLD_SIZE": "1",
-            "LOCAL_RANK": "0",
-            "MASTER_ADDR": "127.0.0.1",
-            "OMP_NUM_THREADS": "1",
-        }
-        environment |= {"MASTER_PORT": str(port), "PYTHONPATH": str(Path(__file__).parents[2])}
-        pipes: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-        return subprocess.Popen([sys.executable, "-u", str(script), json.dumps(values)], env=environment, **pipes)
-
-    frozen = start(29523)
+    command = [str(script), json.dumps(values)]
+    frozen = start(29523, *command)
     assert frozen.stdout
     next(line for line in frozen.stdout if line.startswith("step 15/"))
     frozen.send_signal(signal.SIGSTOP)
-    newcomer = start(29524)
+    newcomer = start(29524, *command)
     assert newcomer.wait(240) == 0
     [run] = (tmp_path / "runs").glob("tiny-*")
     files = {path: path.read_bytes() for path in run.rglob("*") if path.is_file() and path.name[0] != "."}

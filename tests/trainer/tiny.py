@@ -54,6 +54,17 @@ SHAPE: dict[str, Any] = {
     "num_key_value_heads": 2,
     "max_position_embeddings": 512,
 }
+# The shape of Qwen2.5-1.5B, 1.5437 B parameters: what speed is measured on.
+QWEN_1P5B: dict[str, Any] = {
+    "vocab_size": 151936,
+    "hidden_size": 1536,
+    "intermediate_size": 8960,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 12,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 32768,
+    "tie_word_embeddings": True,
+}
 FAMILIES = {
     "qwen2": lambda: Qwen2Config(**SHAPE, tie_word_embeddings=True),
     "qwen3": lambda: Qwen3Config(**SHAPE, head_dim=8, tie_word_embeddings=True),
