@@ -16,7 +16,7 @@ PYTEST_ARGS ?=
 BENCH_ARGS ?=
 
 BIN := .tools/bin
-TOOLS := helm helm4 helm-unittest kubeconform kube-score versitygw actionlint helm-docs
+TOOLS := helm helm4 helm-unittest kubeconform kube-score versitygw toxiproxy actionlint helm-docs
 CHART := charts/ray-finetune
 # What the chart is linted with: each environment, and the values files that ct installs.
 VALUES := $(wildcard environments/*/values.yaml $(CHART)/ci/*-values.yaml)
@@ -43,7 +43,7 @@ efa-test: $(BIN)/helm ## Try EFA and NCCL on an environment's nodes, without a r
 # ---- Check -----------------------------------------------------------------------------------------------------------
 
 .PHONY: test
-test: .venv/.stamp $(addprefix $(BIN)/,helm helm4 helm-unittest kubeconform kube-score versitygw) ## Run all tests; PYTEST_ARGS='-k name' chooses some
+test: .venv/.stamp $(addprefix $(BIN)/,helm helm4 helm-unittest kubeconform kube-score versitygw toxiproxy) ## Run all tests; PYTEST_ARGS='-k name' chooses some
 	@$(WITH_TOOLS) helm-unittest --strict $(CHART)
 	@$(WITH_TOOLS) pytest $(PYTEST_ARGS)
 
@@ -197,6 +197,9 @@ $(BIN)/kube-score: tests/tools/kube-score/go.mod tests/tools/kube-score/go.sum
 
 $(BIN)/versitygw: tests/tools/versitygw/go.mod tests/tools/versitygw/go.sum
 	@$(call go-build,versitygw,github.com/versity/versitygw/cmd/versitygw,-X main.Version=$(call go-version,versitygw,github.com/versity/versitygw))
+
+$(BIN)/toxiproxy: tests/tools/toxiproxy/go.mod tests/tools/toxiproxy/go.sum
+	@$(call go-build,toxiproxy,github.com/Shopify/toxiproxy/v2/cmd/server)
 
 $(BIN)/actionlint: tests/tools/actionlint/go.mod tests/tools/actionlint/go.sum
 	@$(call go-build,actionlint,github.com/rhysd/actionlint/cmd/actionlint)

@@ -25,7 +25,7 @@ from safetensors import SafetensorError, safe_open
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from trainer.config import RunError
+from trainer.config import CheckpointConfig, RunError
 from trainer.optim import set_step
 from trainer.parallel import World
 from trainer.storage import Storage
@@ -88,8 +88,10 @@ def local_shards(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> di
 class Checkpoints:
     """The checkpoints of one run. `attempt` grows with every start of its workers."""
 
-    def __init__(self, storage: Storage, keep: int, world: World, model: torch.nn.Module, optimizer: torch.optim.Optimizer):
-        self.storage, self.keep, self.world, self.optimizer = storage, keep, world, optimizer
+    def __init__(
+        self, storage: Storage, config: CheckpointConfig, world: World, model: torch.nn.Module, optimizer: torch.optim.Optimizer
+    ):
+        self.storage, self.config, self.world, self.optimizer = storage, config, world, optimizer
         self.attempt = world.main_first(self._next_attempt)
         self.resumed_from = 0
         self.shards = local_shards(model, optimizer)
@@ -204,7 +206,13 @@ class Checkpoints:
             "files": dict(sorted(parts.items())),
         }
         self.storage.write(f"{folder}/{MANIFEST}", json.dumps(manifest).encode(), if_absent=True)
-        kept = [found for found, _ in find_checkpoints(self.storage)[: self.keep]]
+        self._retain()
+
+    def _retain(self) -> None:
+        """Deletes the checkpoints that are not to be kept, and what attempts that died have left of theirs."""
+        line, every = find_checkpoints(self.storage), self.config.keep_every_steps
+        kept = {folder for folder, _ in line[: self.config.keep_last]}
+        kept |= {folder for folder, manifest in line if every and manifest["step"] % every == 0}
         folders = {match[0].rstrip("/"): int(match[3]) for key in self.storage.list("checkpoints") if (match := FOLDER.match(key))}
         for old in sorted(found for found, attempt in folders.items() if found not in kept and attempt <= self.attempt):
             # Without its manifest first, so that no reader meets a folder that is half gone.

@@ -226,8 +226,11 @@ class CheckpointConfig(Settings):
     every_steps: int = Field(default=100, ge=1)
     """Steps between two checkpoints; one is always written at the end and when the run is interrupted."""
 
-    keep: int = Field(default=2, ge=1)
+    keep_last: int = Field(default=2, ge=1)
     """Complete checkpoints kept, the newest ones."""
+
+    keep_every_steps: int | None = Field(default=None, ge=1)
+    """Checkpoints of steps that this number divides are kept for good as well; null means none."""
 
 
 class EvaluateConfig(Settings):

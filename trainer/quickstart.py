@@ -47,7 +47,7 @@ SETTINGS: dict[str, Any] = {
     "batch": {"sequences": 2, "micro_batch": 1},
     "optim": {"lr": 2e-4},
     "schedule": {"name": "cosine", "warmup_steps": 3, "min_ratio": 0.1},
-    "checkpoint": {"every_steps": 10, "keep": 1},
+    "checkpoint": {"every_steps": 10, "keep_last": 1},
     "evaluate": {"max_new_tokens": 24},
 }
 

@@ -40,7 +40,7 @@ def train(run: RunFile, world: World, report: Callable[[dict[str, Any]], None]) 
 
     model = make_model(folder, config, world)
     optimizer = build_optimizer(model, config.optim)
-    checkpoints = Checkpoints(storage, config.checkpoint.keep, world, model, optimizer)
+    checkpoints = Checkpoints(storage, config.checkpoint, world, model, optimizer)
     step = checkpoints.restore()
     if step == 0:
         load_pretrained(model, folder)

@@ -76,7 +76,7 @@ def with_failing_uploads(values: dict[str, Any], failing: dict[int, list[int]]) 
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_save_that_fails_on_one_rank_is_no_checkpoint_and_does_not_end_the_run(tmp_path: Path, rank: int) -> None:
-    values = settings(tmp_path, checkpoint={"every_steps": 2, "keep": 9})
+    values = settings(tmp_path, checkpoint={"every_steps": 2, "keep_last": 9})
     [result, _] = run_processes(2, with_failing_uploads, values, {rank: [4]})
     assert result["ending"] == "complete"
     assert {step for step, complete in checkpoints(result["uri"]).items() if complete} == {2, 6, 8}
@@ -97,7 +97,7 @@ def test_the_last_checkpoint_may_not_fail(tmp_path: Path) -> None:
 
 
 def test_a_ranks_file_is_plain_safetensors_with_its_rows_of_every_tensor(tmp_path: Path) -> None:
-    [result, _] = run_processes(2, run_training, settings(tmp_path, checkpoint={"keep": 1}))
+    [result, _] = run_processes(2, run_training, settings(tmp_path, checkpoint={"keep_last": 1}))
     [folder] = Path(result["uri"], "checkpoints").iterdir()
     manifest = json.loads((folder / "manifest.json").read_text())
     assert manifest["step"] == 8
@@ -116,7 +116,7 @@ def test_a_ranks_file_is_plain_safetensors_with_its_rows_of_every_tensor(tmp_pat
 def with_a_zombie(values: dict[str, Any]) -> str:
     """Starts an attempt, then another one beside it, and lets the first save as if it had woken up."""
     from trainer.checkpoint import Checkpoints
-    from trainer.config import RunError
+    from trainer.config import CheckpointConfig, RunError
     from trainer.parallel import join_world
     from trainer.storage import LocalStorage
 
@@ -124,16 +124,22 @@ def with_a_zombie(values: dict[str, Any]) -> str:
     optimizer = torch.optim.AdamW(layer.parameters())
     storage = LocalStorage(f"{values['storage']['uri']}/zombie")
     with join_world(lambda: False) as world:
-        zombie = Checkpoints(storage, 1, world, layer, optimizer)
-        newer = Checkpoints(storage, 1, world, layer, optimizer)
+        zombie = Checkpoints(storage, CheckpointConfig(keep_last=1), world, layer, optimizer)
+        newer = Checkpoints(storage, CheckpointConfig(keep_last=1), world, layer, optimizer)
         newer.save(5)
         newer.finish()
         zombie.save(9)
         with pytest.raises(RunError, match="a newer attempt goes on with this run"):
             zombie.finish()
-        again = Checkpoints(storage, 1, world, layer, optimizer)
+        again = Checkpoints(storage, CheckpointConfig(keep_last=1), world, layer, optimizer)
         return str(again.restore())
 
 
 def test_what_an_attempt_saves_that_woke_up_late_is_never_resumed_from(tmp_path: Path) -> None:
     assert run_processes(1, with_a_zombie, settings(tmp_path)) == ["5"]
+
+
+def test_the_newest_checkpoints_are_kept_and_every_so_many_steps_for_good(tmp_path: Path) -> None:
+    kept = {"every_steps": 1, "keep_last": 2, "keep_every_steps": 3}
+    [result] = run_processes(1, run_training, settings(tmp_path, checkpoint=kept))
+    assert checkpoints(result["uri"]) == dict.fromkeys((3, 6, 7, 8), True)

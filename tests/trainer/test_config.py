@@ -92,7 +92,7 @@ def test_set_overrides_one_setting_and_refuses_what_is_not_one(tmp_path: Path) -
     [
         {"storage": {"uri": "s3://bucket/runs"}},
         {"log_every_steps": 7},
-        {"checkpoint": {"every_steps": 3, "keep": 9}},
+        {"checkpoint": {"every_steps": 3, "keep_last": 9}},
         {"evaluate": {"every_steps": 5}},
         {"batch": {"sequences": 8, "micro_batch": 4}},
         {"attention": "eager"},
