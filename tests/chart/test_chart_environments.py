@@ -66,17 +66,6 @@ def test_staging_is_eight_gpus_on_two_nodes_with_one_efa_interface_each():
     }
 
 
-def test_the_applicationset_deploys_every_environment_and_nothing_else():
-    applications = yaml.safe_load((ROOT / "environments/applicationset.yaml").read_text())
-    elements = applications["spec"]["generators"][0]["list"]["elements"]
-    assert sorted(element["environment"] for element in elements) == ENVIRONMENTS
-    chart = yaml.safe_load((CHART / "Chart.yaml").read_text())
-    assert all(element["chartVersion"] for element in elements)
-    sources = applications["spec"]["template"]["spec"]["sources"]
-    assert sources[0]["chart"] == chart["name"]
-    assert sources[0]["helm"]["valueFiles"] == ["$values/environments/{{ .environment }}/values.yaml"]
-
-
 @shipped
 def test_helm_3_and_helm_4_render_the_same_bytes(values):
     other = helm_template(values, helm=tool("helm4"))

@@ -20,9 +20,9 @@ if [[ "${1:-}" == --print ]]; then
 fi
 environment=${1:-}
 values=environments/$environment/values.yaml
-environments=$(cd environments && echo */)
-[[ -n "$environment" ]] || fail "Which environment's nodes? Write make efa-test ENV=NAME, with one of: ${environments//\//}."
-[[ -f "$values" ]] || fail "There is no $values; ENV can be one of: ${environments//\//}."
+environments=$(cd environments && echo */values.yaml)
+[[ -n "$environment" ]] || fail "Which environment's nodes? Write make efa-test ENV=NAME, with one of: ${environments//\/values.yaml/}."
+[[ -f "$values" ]] || fail "There is no $values; ENV can be one of: ${environments//\/values.yaml/}."
 namespace=${NAMESPACE:-ray-finetune-$environment}
 
 manifest=$(helm template ray-finetune charts/ray-finetune --namespace "$namespace" --values "$values" --set efa.test=true) ||
