@@ -127,8 +127,13 @@ wheel: .venv/bin/uv ## Build the trainer's wheel into dist/
 	@rm -f dist/*.whl
 	.venv/bin/uv build --system-certs --wheel --build-constraints requirements.lock --require-hashes --out-dir dist
 
+.PHONY: wheels
+wheels: wheel
+	@rm -rf dist/wheels
+	image/wheels.sh image/requirements.txt dist/wheels
+
 .PHONY: image
-image: wheel ## Build the image on top of the Ray Train DLC; BUILDER=buildah, IMAGE=name, BASE_IMAGE=reference
+image: wheels ## Build the image on top of the Ray Train DLC; BUILDER=buildah, IMAGE=name, BASE_IMAGE=reference
 	$(BUILDER) build --file image/Dockerfile --tag $(IMAGE):$(VERSION) --build-arg VERSION=$(VERSION) \
 	  --build-arg REVISION="$$(git rev-parse HEAD)" $(if $(BASE_IMAGE),--build-arg BASE_IMAGE=$(BASE_IMAGE)) .
 
