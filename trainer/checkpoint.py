@@ -2,19 +2,21 @@
 
 A checkpoint is the folder `checkpoints/step-00000120.a0003/` (step, attempt). Each rank stages its shards in one buffer
 of host memory, which is all that the loop waits for; a thread uploads it as a safetensors file, then `rank-00003.json`
-with its checksum and rows. Rank 0's thread writes `manifest.json` once every rank's is there. A folder without a
-manifest that holds true does not exist for a reader. Attempts never share a folder. Threads use no collectives: a rank
+with its checksum and rows. On a CPU the loop waits for the upload, which then needs no copy. Rank 0's thread writes
+`manifest.json` once every rank's is there. A folder without a manifest that holds true does not exist for a reader. Attempts never share a folder. Threads use no collectives: a rank
 that fails says so in its own json, and ranks meet in the store.
 """
 
 import contextlib
 import hashlib
 import json
+import mmap
 import re
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -34,6 +36,7 @@ MANIFEST = "manifest.json"
 FOLDER = re.compile(r"checkpoints/(step-(\d{8})\.a(\d{4}))/")
 TOLERATED_FAILURES = 3  # saves in a row that may fail before the run does; the last one of a run never may
 LEAVE_SECONDS = 60
+PARTS_SECONDS = 600.0  # that rank 0, whose own part is stored, waits for the others'
 DTYPES = {  # safetensors' names, https://github.com/huggingface/safetensors#format
     torch.float32: "F32",
     torch.float64: "F64",
@@ -98,9 +101,8 @@ class Checkpoints:
         self.header = _header(self.shards)
         self.upload: threading.Thread | None = None
         self.failures: list[str] = []  # of the last saves in a row, as rank 0 knows them
-        self.buffer: torch.Tensor | None = None
         # A CPU that trains has no time to give to an upload beside it, and memory for one copy of the state is a lot.
-        self.behind = world.device.type == "cuda"
+        self.staging = ThreadPoolExecutor(1).submit(self._host_memory) if world.runs_ahead else None
         world.on_leave.append(self._leave)
 
     def _next_attempt(self) -> int:
@@ -122,14 +124,19 @@ class Checkpoints:
         Waits first for the save before it, so that host memory holds one copy of the state at most. RunError where too
         many saves in a row have failed.
         """
+        began = time.monotonic()
         self._wait()
+        if self.world.is_main and (waited := time.monotonic() - began) > 1:
+            print(
+                f"warning: step {step} waited {waited:.0f} s for the checkpoint before it; raise checkpoint.every_steps", flush=True
+            )
         failures = self.world.main_first(lambda: self.failures)
         if len(failures) > TOLERATED_FAILURES:
             raise RunError(f"{len(failures)} checkpoints in a row could not be stored: {failures[-1]}")
-        self._stage()
-        self.upload = threading.Thread(target=self._store, args=(step,), daemon=True)
+        pieces = self._live() if self.staging is None else self._stage(self.staging.result())
+        self.upload = threading.Thread(target=self._store, args=(step, pieces), daemon=True)
         self.upload.start()
-        if not self.behind:
+        if self.staging is None:
             self._wait()
 
     def finish(self) -> None:
@@ -147,29 +154,46 @@ class Checkpoints:
         if self.upload:
             self.upload.join()
 
-    def _stage(self) -> None:
-        """Copies this rank's shards into host memory, in the order of the file."""
-        if self.buffer is None:
-            last = next(reversed(self.shards.values()))
-            size = len(self.header) + last.offset + last.num_bytes
-            self.buffer = torch.empty(size, dtype=torch.uint8, pin_memory=self.world.device.type == "cuda")
-            self.buffer[: len(self.header)] = torch.frombuffer(bytearray(self.header), dtype=torch.uint8)
+    def _host_memory(self) -> torch.Tensor:
+        """In a thread, ahead of the first save: a buffer for this rank's file, page-locked for a GPU.
+
+        Of that size: torch's own allocator of such memory would take the next power of two.
+        """
+        last = next(reversed(self.shards.values()))
+        size = len(self.header) + last.offset + last.num_bytes
+        memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        if hasattr(mmap, "MADV_HUGEPAGE"):
+            memory.madvise(mmap.MADV_HUGEPAGE)
+        buffer = torch.frombuffer(memory, dtype=torch.uint8)
+        buffer.zero_()
+        if self.world.device.type == "cuda":
+            torch.cuda.set_device(self.world.device)  # a thread begins on the first one
+            runtime: Any = torch.cuda.cudart()
+            torch.cuda.check_error(runtime.cudaHostRegister(buffer.data_ptr(), size, 0))
+        buffer[: len(self.header)] = torch.frombuffer(bytearray(self.header), dtype=torch.uint8)
+        return buffer
+
+    def _stage(self, buffer: torch.Tensor) -> list[memoryview]:
+        """Copies this rank's shards into host memory, in the order of the file; the file's content."""
         for shard in self.shards.values():
             begin = len(self.header) + shard.offset
-            target = self.buffer[begin : begin + shard.num_bytes].view(shard.tensor.dtype).view(shard.tensor.shape)
+            target = buffer[begin : begin + shard.num_bytes].view(shard.tensor.dtype).view(shard.tensor.shape)
             target.copy_(shard.tensor, non_blocking=True)
         if self.world.device.type == "cuda":
             torch.cuda.current_stream().synchronize()
+        return [_bytes(buffer)]
 
-    def _store(self, step: int) -> None:
-        """In a thread: uploads the staged buffer, and on rank 0 completes the checkpoint."""
+    def _live(self) -> list[memoryview]:
+        """The file's content, as pieces of the memory that is trained on."""
+        return [memoryview(self.header), *(_bytes(shard.tensor) for shard in self.shards.values())]
+
+    def _store(self, step: int, pieces: list[memoryview]) -> None:
+        """In a thread: uploads this rank's file, and on rank 0 completes the checkpoint."""
         folder = f"checkpoints/step-{step:08d}.a{self.attempt:04d}"
         try:
-            facts = self._upload(f"{folder}/rank-{self.world.rank:05d}.safetensors")
+            facts = self._upload(f"{folder}/rank-{self.world.rank:05d}.safetensors", pieces)
         except Exception as error:
             facts = {"error": _reason(error)}
-        if self.world.device.type != "cuda":
-            self.buffer = None  # where nothing is pinned, memory is worth more than the time to ask for it
         try:
             self.storage.write(f"{folder}/rank-{self.world.rank:05d}.json", json.dumps(facts).encode())
             if self.world.is_main:
@@ -178,23 +202,18 @@ class Checkpoints:
         except Exception as error:
             self.failures = [*self.failures, _reason(error)]
 
-    def _upload(self, key: str) -> dict[str, Any]:
-        assert self.buffer is not None
-        data = memoryview(self.buffer.numpy())  # pyright: ignore[reportArgumentType]
-        self.storage.write(key, data)
+    def _upload(self, key: str, pieces: list[memoryview]) -> dict[str, Any]:
+        with ThreadPoolExecutor(1) as beside:
+            digest = beside.submit(_sha256, pieces)
+            self.storage.write_large(key, pieces)
         rows = {name: [shard.start, shard.rows] for name, shard in self.shards.items()}
-        return {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest(), "rows": rows}
+        return {"bytes": sum(piece.nbytes for piece in pieces), "sha256": digest.result(), "rows": rows}
 
     def _commit(self, folder: str, step: int) -> None:
         """Waits for every rank's json, writes the manifest and deletes what retention does not keep."""
-        wait, names = 0.02, {f"{folder}/rank-{rank:05d}.json" for rank in range(self.world.size)}
-        while not names <= self.storage.list(folder).keys():
-            time.sleep(wait)
-            wait = min(1.0, 1.5 * wait)
-        parts = {
-            name.removeprefix(f"{folder}/").replace(".json", ".safetensors"): json.loads(self.storage.read(name)) for name in names
-        }
+        parts = self._parts(folder)
         if failed := [part["error"] for part in parts.values() if "error" in part]:
+            self.storage.delete(list(self.storage.list(folder)))  # a full disk needs its space
             raise OSError(failed[0])
         self.check_newest()
         manifest = {
@@ -205,19 +224,45 @@ class Checkpoints:
             "time": time.time(),
             "files": dict(sorted(parts.items())),
         }
-        self.storage.write(f"{folder}/{MANIFEST}", json.dumps(manifest).encode(), if_absent=True)
+        text = json.dumps(manifest | {"checksum": _checksum(manifest)})
+        self.storage.write(f"{folder}/{MANIFEST}", text.encode(), if_absent=True)
         self._retain()
+
+    def _parts(self, folder: str) -> dict[str, Any]:
+        """What each rank's json says of its file, once all are there."""
+        wait, end = 0.02, time.monotonic() + PARTS_SECONDS
+        names = {f"{folder}/rank-{rank:05d}.json" for rank in range(self.world.size)}
+        while missing := names - self.storage.list(folder).keys():
+            if time.monotonic() > end:
+                raise OSError(f"{min(missing)} has not come within {PARTS_SECONDS:.0f} s")
+            time.sleep(wait)
+            wait = min(1.0, 1.5 * wait)
+        found = {name: json.loads(self.storage.read(name)) for name in names}
+        return {name.removeprefix(f"{folder}/").replace(".json", ".safetensors"): facts for name, facts in found.items()}
 
     def _retain(self) -> None:
         """Deletes the checkpoints that are not to be kept, and what attempts that died have left of theirs."""
         line, every = find_checkpoints(self.storage), self.config.keep_every_steps
         kept = {folder for folder, _ in line[: self.config.keep_last]}
         kept |= {folder for folder, manifest in line if every and manifest["step"] % every == 0}
-        folders = {match[0].rstrip("/"): int(match[3]) for key in self.storage.list("checkpoints") if (match := FOLDER.match(key))}
-        for old in sorted(found for found, attempt in folders.items() if found not in kept and attempt <= self.attempt):
-            # Without its manifest first, so that no reader meets a folder that is half gone.
-            self.storage.delete([f"{old}/{MANIFEST}"])
-            self.storage.delete(list(self.storage.list(old)))
+        self._delete(lambda folder, keys: folder not in kept)
+
+    def _delete(self, unwanted: Callable[[str, list[str]], bool]) -> None:
+        """Deletes the folders of this and older attempts for which `unwanted` holds, of a folder and its keys."""
+        folders: dict[str, list[str]] = defaultdict(list)
+        for key in self.storage.list("checkpoints"):
+            if self._is_ours(key):
+                folders[key.rpartition("/")[0]].append(key)
+        for folder, keys in sorted(folders.items()):
+            if unwanted(folder, keys):
+                # Without its manifest first, so that no reader meets a folder that is half gone.
+                self.storage.delete([f"{folder}/{MANIFEST}"])
+                self.storage.delete(keys)
+
+    def _is_ours(self, key: str) -> bool:
+        """Whether a key is of this attempt or an older one: what a newer one writes is its own affair."""
+        match = FOLDER.match(key)
+        return not match or int(match[3]) <= self.attempt
 
     # ---- resuming ----
 
@@ -227,7 +272,7 @@ class Checkpoints:
         One with a damaged file is passed over for the one before it, on all ranks alike. A store that cannot be read
         says nothing of the checkpoint, so that raises OSError: to start before it would throw it away.
         """
-        for folder, manifest in self.world.main_first(lambda: find_checkpoints(self.storage)):
+        for folder, manifest in self.world.main_first(self._take_stock):
             problems: list[Exception | None] = [None] * self.world.size
             dist.all_gather_object(problems, self._load(folder, manifest))
             found = [problem for problem in problems if problem is not None]
@@ -238,11 +283,22 @@ class Checkpoints:
             if other := [problem for problem in found if not isinstance(problem, DamagedError)]:
                 raise OSError(f"{folder} could not be read: {other[0]}")
             if self.world.is_main:
-                print(f"warning: {folder} is passed over: {found[0]}", flush=True)
+                _warn(f"{folder} is passed over: {found[0]}")
         for name, shard in self.shards.items():
             if name.startswith("optimizer."):  # a load that failed half-way may have written some
                 shard.tensor.zero_()
         return 0
+
+    def _take_stock(self) -> list[tuple[str, dict[str, Any]]]:
+        """The checkpoints to try, newest first. What dead attempts have left half-written is deleted: it takes up space."""
+        line = find_checkpoints(self.storage, _warn)
+        self._delete(lambda folder, keys: f"{folder}/{MANIFEST}" not in keys)
+        try:
+            for prefix in ("checkpoints", "model"):
+                self.storage.clear_unfinished(prefix, self._is_ours)
+        except Exception as error:  # it may not be allowed, and costs nothing but space
+            _warn(f"unfinished uploads of earlier attempts could not be deleted: {_reason(error)}")
+        return line
 
     def _load(self, folder: str, manifest: dict[str, Any]) -> Exception | None:
         """Fills this rank's shards, reading only files that hold some of its rows; what went wrong, if anything."""
@@ -275,6 +331,27 @@ class Checkpoints:
 
 def _reason(error: Exception) -> str:
     return " ".join(str(error).split()) or type(error).__name__
+
+
+def _warn(text: str) -> None:
+    print(f"warning: {text}", flush=True)
+
+
+def _bytes(tensor: torch.Tensor) -> memoryview:
+    """The memory of a tensor on the CPU."""
+    return memoryview(tensor.contiguous().reshape(-1).view(torch.uint8).numpy())  # pyright: ignore[reportArgumentType]
+
+
+def _sha256(pieces: Sequence[memoryview]) -> str:
+    digest = hashlib.sha256()
+    for piece in pieces:
+        digest.update(piece)
+    return digest.hexdigest()
+
+
+def _checksum(manifest: dict[str, Any]) -> str:
+    """Of a manifest without it: a number that a flipped bit made another would mislead a reader."""
+    return hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
 
 
 def _copy(shard: Shard, weights: Any, name: str, start: int, stop: int, first: int) -> None:
@@ -314,29 +391,43 @@ def _checked(storage: Storage, key: str, facts: dict[str, Any]) -> Iterator[Any]
             raise DamagedError(f"{Path(key).name} is no safetensors file: {error}") from None
 
 
-def find_checkpoints(storage: Storage) -> list[tuple[str, dict[str, Any]]]:
+def find_checkpoints(storage: Storage, warn: Callable[[str], None] = lambda text: None) -> list[tuple[str, dict[str, Any]]]:
     """Folders with a manifest whose files are all there in full, newest first, with their manifests.
 
-    A checkpoint of an older attempt beyond the step that a newer one went on from is of a line that was left.
+    A checkpoint of an older attempt beyond the step that a newer one went on from is of a line that was left. `warn` is
+    told of what is wrong with the folders that are passed over.
     """
     sizes = storage.list("checkpoints")
     found = []
-    for key in sizes:
-        match = FOLDER.match(key)
-        if match and key.endswith(f"/{MANIFEST}"):
-            folder = f"checkpoints/{match[1]}"
-            try:
-                manifest = json.loads(storage.read(key))
-                whole = all(sizes.get(f"{folder}/{name}") == file["bytes"] for name, file in manifest["files"].items())
-                entry = (int(manifest["attempt"]), int(manifest["step"]), folder, manifest)
-                int(manifest["resumed_from"])
-            except (ValueError, KeyError, TypeError, AttributeError, FileNotFoundError):
-                continue
-            if whole:
-                found.append(entry)
+    for folder in sorted({match[0].rstrip("/") for key in sizes if (match := FOLDER.match(key))}):
+        try:
+            manifest = _read_manifest(storage, folder, sizes, warn)
+            found.append((manifest["attempt"], manifest["step"], folder, manifest))
+        except (DamagedError, FileNotFoundError) as error:
+            warn(f"{folder} is passed over: {error}")
     line, limit = [], float("inf")
     for attempt in sorted({item[0] for item in found}, reverse=True):
         mine = sorted((item for item in found if item[0] == attempt and item[1] <= limit), reverse=True, key=lambda item: item[1])
         line += [(folder, manifest) for _, _, folder, manifest in mine]
         limit = min([limit, *(manifest["resumed_from"] for *_, manifest in mine)])
     return line
+
+
+def _read_manifest(storage: Storage, folder: str, sizes: dict[str, int], warn: Callable[[str], None]) -> dict[str, Any]:
+    """The manifest of a folder whose files are all there in full; DamagedError says what is not as it should be."""
+    if f"{folder}/{MANIFEST}" not in sizes:
+        raise DamagedError("it has no manifest, so its save did not end")
+    try:
+        manifest = json.loads(storage.read(f"{folder}/{MANIFEST}"))
+        same = manifest.pop("checksum") == _checksum(manifest)
+    except (ValueError, KeyError, TypeError, AttributeError):
+        same, manifest = False, {}
+    if not same:
+        raise DamagedError("its manifest is damaged")
+    for name, file in manifest["files"].items():
+        if (size := sizes.get(f"{folder}/{name}")) != file["bytes"]:
+            raise DamagedError(f"{name} has {size} of {file['bytes']} bytes" if size is not None else f"{name} is missing")
+    known = {MANIFEST, *manifest["files"], *(name.replace(".safetensors", ".json") for name in manifest["files"])}
+    if extra := {key.removeprefix(f"{folder}/") for key in sizes if key.startswith(f"{folder}/")} - known:
+        warn(f"{folder} holds files that its manifest does not name, which are not read: {', '.join(sorted(extra))}")
+    return manifest
