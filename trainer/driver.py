@@ -82,8 +82,8 @@ def _run_held(run: RunFile, storage: Storage, progress: Progress, stop: threadin
 
 def open_run(run: RunFile) -> tuple[Storage, int | None]:
     """The run's folder, which can be written, and the step at which the run is complete, or None."""
+    check_writable(open_storage(run.uri, run.trainer.storage, patience=0))  # what is wrong with it is told at once
     storage = open_storage(run.uri, run.trainer.storage)
-    check_writable(storage)
     outcome = read_outcome(storage)
     return storage, outcome["step"] if outcome and outcome["outcome"] == "complete" else None
 
@@ -175,7 +175,7 @@ def status(run: RunFile) -> None:
     from trainer.checkpoint import find_checkpoints
     from trainer.metrics import read_rows
 
-    storage = open_storage(run.uri, run.trainer.storage)
+    storage = open_storage(run.uri, run.trainer.storage, patience=0)
     outcome = read_outcome(storage)
     steps = [row for row in read_rows(storage) if "loss" in row]
     checkpoints = [manifest["step"] for _, manifest in find_checkpoints(storage)]
