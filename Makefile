@@ -40,6 +40,10 @@ train: .venv/.stamp ## Fine-tune a small real model on this machine; run it agai
 efa-test: $(BIN)/helm ## Try EFA and NCCL on an environment's nodes, without a run: ENV=staging, NAMESPACE=name
 	@$(WITH_TOOLS) tests/tools/efa-test.sh $(if $(filter command line,$(origin ENV)),"$(ENV)")
 
+.PHONY: new-env
+new-env: .venv/.stamp $(BIN)/helm ## Write a new environment: NAME=research INSTANCE=g6.12xlarge NODES=2
+	@.venv/bin/python tests/tools/new_env.py "$(if $(filter command line,$(origin NAME)),$(NAME))" "$(INSTANCE)" "$(NODES)"
+
 # ---- Check -----------------------------------------------------------------------------------------------------------
 
 .PHONY: test
@@ -81,6 +85,7 @@ lint-image: .venv/.stamp
 
 lint-workflows: .venv/.stamp $(BIN)/actionlint
 	$(BIN)/actionlint -shellcheck .venv/bin/shellcheck
+	.venv/bin/zizmor --offline --no-progress --quiet .github
 
 lint-chart: .venv/.stamp $(addprefix $(BIN)/,helm kube-score)
 	@for values in $(VALUES); do \
@@ -141,6 +146,14 @@ image: wheels ## Build the image on top of the Ray Train DLC; BUILDER=buildah, I
 package: $(BIN)/helm ## Package the chart into dist/
 	@rm -f dist/*.tgz
 	$(BIN)/helm package $(CHART) --destination dist
+
+.PHONY: promote
+promote: ## Move an environment to this version, or to TO=version, in its file: ENV=staging
+	@.github/scripts/promote.sh "$(if $(filter command line,$(origin ENV)),$(ENV))" "$(or $(TO),$(VERSION))"
+
+.PHONY: release-rehearsal
+release-rehearsal: wheel package $(addprefix $(BIN)/,registry crane cosign) ## Release to a registry on this machine: push, sign, verify, pull
+	@$(WITH_TOOLS) tests/tools/release-rehearsal.sh
 
 .PHONY: version
 version: ## Print the version, and fail where chart, changelog or TAG say another
@@ -221,6 +234,16 @@ $(BIN)/actionlint: tests/tools/actionlint/go.mod tests/tools/actionlint/go.sum
 $(BIN)/argocd: export GOTOOLCHAIN = auto
 $(BIN)/argocd: tests/tools/argocd/go.mod tests/tools/argocd/go.sum
 	@$(call go-build,argocd,github.com/argoproj/argo-cd/v3/cmd)
+
+# The release's tools; cosign takes some minutes to build, so `make tools` leaves them out.
+$(BIN)/cosign: tests/tools/release/go.mod tests/tools/release/go.sum
+	@$(call go-build,release,github.com/sigstore/cosign/v3/cmd/cosign)
+
+$(BIN)/crane: tests/tools/release/go.mod tests/tools/release/go.sum
+	@$(call go-build,release,github.com/google/go-containerregistry/cmd/crane)
+
+$(BIN)/registry: tests/tools/release/go.mod tests/tools/release/go.sum
+	@$(call go-build,release,github.com/distribution/distribution/v3/cmd/registry)
 
 $(BIN)/helm-docs: tests/tools/helm-docs/go.mod tests/tools/helm-docs/go.sum
 	@$(call go-build,helm-docs,github.com/norwoodj/helm-docs/cmd/helm-docs)

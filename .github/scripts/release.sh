@@ -1,14 +1,7 @@
 #!/usr/bin/env bash
-# Publishes the GitHub release of tag $1 with its section of CHANGELOG.md and the image's reference $2, and attaches what is
-# in dist/. Needs gh, and GH_TOKEN with contents: write.
+# Publishes the GitHub release of tag $1 with its notes, which name image $2 and chart $3, and attaches what is in dist/.
+# Needs gh, and GH_TOKEN with contents: write.
 set -euo pipefail
 
-tag=$1
-image=$2
-{
-  awk -v version="${tag#v}" '
-    /^## / { inside = ($2 == version || $2 == "[" version "]"); next }
-    inside' CHANGELOG.md
-  printf '\nImage: %s\n' "$image"
-} >dist/notes.md
-gh release create "$tag" --verify-tag --title "$tag" --notes-file dist/notes.md dist/*.whl dist/*.tgz
+.github/scripts/release-notes.sh "$1" "$2" "$3" >dist/notes.md
+gh release create "$1" --verify-tag --title "$1" --notes-file dist/notes.md dist/*.whl dist/*.tgz

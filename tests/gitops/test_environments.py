@@ -1,6 +1,7 @@
 """Each environment is what the ApplicationSet needs, and nothing that it deploys is refused by the project or waits on itself."""
 
 import re
+import shutil
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -8,7 +9,7 @@ from typing import Any
 import pytest
 import yaml
 from gitops import ARGOCD, ENVIRONMENTS, ROOT, load
-from lint_gitops import kubeconform, manifests, policies, policy_problems
+from lint_gitops import MODULES, argocd_version, kubeconform, manifests, policies, policy_problems
 
 CHART = ROOT / "charts/ray-finetune"
 NAMES = sorted(path.parent.name for path in ENVIRONMENTS.glob("*/environment.yaml"))
@@ -133,6 +134,50 @@ def test_a_platform_application_is_pinned_and_the_project_allows_it(path):
         assert app["spec"]["destination"]["namespace"] in allowed
     else:
         assert (ROOT / source["path"]).is_dir()
+
+
+def test_what_is_checked_is_the_version_that_is_installed():
+    installed = {path.stem: yaml.safe_load(path.read_text())["spec"]["source"]["targetRevision"] for path in PLATFORM}
+    assert installed["karpenter"] == MODULES["github.com/aws/karpenter-provider-aws"][0].removeprefix("v")
+    assert installed["kueue"] == MODULES["sigs.k8s.io/kueue"][0].removeprefix("v")
+    assert f"ray-operator v{installed['kuberay-operator']}\n" in (ROOT / "tests/tools/kuberay/go.mod").read_text()
+    walk = (ENVIRONMENTS / "platform/README.md").read_text()
+    assert f"argo-cd/{argocd_version()}/manifests/install.yaml" in walk
+    assert f"karpenter-provider-aws/v{installed['karpenter']}/" in walk
+
+
+def test_no_environment_runs_a_version_that_the_changelog_does_not_know():
+    released = set(re.findall(r"^## \[(\d+\.\d+\.\d+)\]", (ROOT / "CHANGELOG.md").read_text(), re.M))
+    assert {load(f"{name}/environment.yaml")["chartVersion"] for name in NAMES} <= released
+
+
+def test_a_release_that_changes_no_pod_leaves_a_pinned_run_alone_and_another_image_resumes_it(tmp_path):
+    new = tmp_path / "ray-finetune"
+    shutil.copytree(CHART, new)
+    metadata = yaml.safe_load((new / "Chart.yaml").read_text())
+    (new / "Chart.yaml").write_text(yaml.safe_dump({**metadata, "version": "99.0.0", "appVersion": "99.0.0"}))
+
+    def release(chart: Path, *arguments: str) -> dict[str, str]:
+        values = ENVIRONMENTS / "staging/values.yaml"
+        command = [
+            ROOT / ".tools/bin/helm",
+            "template",
+            "ray-finetune",
+            chart,
+            "--kube-version",
+            "1.34.0",
+            "-f",
+            values,
+            *arguments,
+        ]
+        output = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+        documents = [document for document in yaml.safe_load_all(output) if document]
+        return {document["kind"]: document["metadata"]["name"] for document in documents}
+
+    pinned = ("--set", f"image.digest=sha256:{'0' * 64}")
+    assert release(new, *pinned)["RayJob"] == release(CHART, *pinned)["RayJob"]
+    assert release(new)["RayJob"] != release(CHART)["RayJob"]
+    assert release(new)["ConfigMap"] == release(CHART)["ConfigMap"]
 
 
 def test_device_plugins_and_workers_tolerate_every_taint_of_the_gpu_pool():
