@@ -65,6 +65,10 @@ def crds() -> Iterator[dict[str, Any]]:
     for module, (version, folder) in MODULES.items():
         for file in sorted((Path(download(module, version)["Dir"]) / folder).glob("*.yaml")):
             yield yaml.load(file.read_text(), Loader=yaml.CSafeLoader)
+    yield from argocd_crds()
+
+
+def argocd_crds() -> Iterator[dict[str, Any]]:
     version = argocd_version()
     with zipfile.ZipFile(download(ARGOCD, version)["Zip"]) as archive:
         for name in ("application", "applicationset", "appproject"):
