@@ -45,8 +45,8 @@ done
 
 log "image, by digest"
 tar --create --file "$work/layer.tar" --directory dist --transform 's,^,opt/ray-finetune/,' "ray_finetune-$version-py3-none-any.whl"
-crane append --oci-empty-base --new_layer "$work/layer.tar" --new_tag "$registry/ray-finetune:$version" >/dev/null
-crane mutate "$registry/ray-finetune:$version" --label "org.opencontainers.image.version=$version" >/dev/null
+crane append --oci-empty-base --new_layer "$work/layer.tar" --new_tag "$registry/ray-finetune:$version" >/dev/null 2>&1
+crane mutate "$registry/ray-finetune:$version" --label "org.opencontainers.image.version=$version" >/dev/null 2>&1
 image=$registry/ray-finetune@$(crane digest "$registry/ray-finetune:$version")
 echo "$image"
 
@@ -75,7 +75,10 @@ log "the chart comes back, with the version of image and wheel"
 helm pull "oci://$registry/charts/ray-finetune" --version "$version" --plain-http --untar --untardir "$work" 2>&1 | sed "s,$registry,REGISTRY,"
 app=$(helm show chart "$work/ray-finetune" | sed -n 's/^appVersion: //p')
 label=$(crane config "$image" | .venv/bin/python -c 'import json, sys; print(json.load(sys.stdin)["config"]["Labels"]["org.opencontainers.image.version"])')
-wheel=$(unzip -p "dist/ray_finetune-$version-py3-none-any.whl" '*/METADATA' | sed -n 's/^Version: //p')
+wheel=$(tar --to-stdout --extract --file "$work/layer.tar" --wildcards '*.whl' | .venv/bin/python -c '
+import io, sys, zipfile
+wheel = zipfile.ZipFile(io.BytesIO(sys.stdin.buffer.read()))
+print(wheel.read(next(name for name in wheel.namelist() if name.endswith("/METADATA"))).decode())' | sed -n 's/^Version: //p')
 echo "tag v$version, chart's appVersion $app, image $label, wheel $wheel"
 [[ "$app" == "$version" && "$label" == "$version" && "$wheel" == "$version" ]] || fail "The versions differ."
 
