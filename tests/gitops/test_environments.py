@@ -1,8 +1,10 @@
 """Each environment is what the ApplicationSet needs, and nothing that it deploys is refused by the project or waits on itself."""
 
+import os
 import re
 import shutil
 import subprocess
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -244,24 +246,61 @@ def test_cfn_lint_finds_a_property_that_does_not_exist(tmp_path):
     assert "Strategie" in result.stdout
 
 
-@pytest.mark.skipif(not ARGOCD.exists(), reason="make test-argocd builds Argo CD")
+BAD = {"conditions": [{"type": "ComparisonError", "message": "no such key"}]}
+NOTICES = [
+    ("run-complete", {"health": {"status": "Healthy"}}, True),
+    ("run-complete", {"health": {"status": "Progressing"}}, False),
+    ("run-failed", {"health": {"status": "Degraded"}}, True),
+    ("run-failed", {"health": {"status": "Suspended"}}, False),
+    ("run-not-synced", BAD, True),
+    ("run-not-synced", {"operationState": {"phase": "Failed", "message": "refused"}}, True),
+    ("run-not-synced", {"operationState": {"phase": "Succeeded"}}, False),
+]
+
+
+@pytest.fixture
+def notifications(tmp_path: Path) -> Callable[..., str]:
+    """Runs Argo CD's notifications on an Application with a status. The command wants a kubeconfig, though no cluster."""
+    kubeconfig = tmp_path / "kubeconfig"
+    kubeconfig.write_text(
+        yaml.safe_dump({
+            "apiVersion": "v1",
+            "kind": "Config",
+            "current-context": "none",
+            "contexts": [{"name": "none", "context": {"cluster": "none", "user": "none", "namespace": "argocd"}}],
+            "clusters": [{"name": "none", "cluster": {"server": "http://127.0.0.1:1"}}],
+            "users": [{"name": "none", "user": {}}],
+        })
+    )  # fmt: skip
+
+    def run(status: dict[str, Any], *arguments: str) -> str:
+        app = {"apiVersion": "argoproj.io/v1alpha1", "kind": "Application", "metadata": {"name": "sft"}, "spec": {}}
+        file = tmp_path / "application.yaml"
+        file.write_text(yaml.safe_dump({**app, "status": {"sync": {"status": "Synced", "revisions": ["a", "b"]}, **status}}))
+        settings = ENVIRONMENTS / "platform/argocd/argocd-notifications-cm.yaml"
+        command = [ARGOCD, "admin", "notifications", *arguments, "--config-map", settings, "--secret", ":empty"]
+        command = [str(file) if part == "FILE" else part for part in command]
+        environment = {**os.environ, "KUBECONFIG": str(kubeconfig)}
+        return subprocess.run(command, capture_output=True, text=True, env=environment, check=True).stdout
+
+    return run
+
+
+needs_argocd = pytest.mark.skipif(not ARGOCD.exists(), reason="make test-argocd builds Argo CD")
+
+
+@needs_argocd
+@pytest.mark.parametrize(("trigger", "status", "told"), NOTICES)
+def test_who_subscribes_is_told_of_a_runs_end_and_of_nothing_else(notifications, trigger, status, told):
+    output = notifications(status, "trigger", "run", trigger, "FILE")
+    assert re.findall(r"\b(true|false)$", output, re.M) == [str(told).lower()]
+
+
+@needs_argocd
 @pytest.mark.parametrize(
-    ("trigger", "status", "told"),
-    [
-        ("run-complete", {"health": {"status": "Healthy"}, "sync": {"status": "Synced", "revisions": ["a", "b"]}}, True),
-        ("run-complete", {"health": {"status": "Progressing"}, "sync": {"status": "Synced", "revisions": ["a", "b"]}}, False),
-        ("run-failed", {"health": {"status": "Degraded"}, "sync": {"status": "Synced", "revisions": ["a", "b"]}}, True),
-        ("run-failed", {"health": {"status": "Suspended"}, "sync": {"status": "Synced", "revisions": ["a", "b"]}}, False),
-        ("run-not-synced", {"conditions": [{"type": "ComparisonError", "message": "no"}], "sync": {"revisions": ["a"]}}, True),
-        ("run-not-synced", {"operationState": {"phase": "Failed"}, "sync": {"revisions": ["a", "b"]}}, True),
-        ("run-not-synced", {"operationState": {"phase": "Succeeded"}, "sync": {"revisions": ["a", "b"]}}, False),
-    ],
+    ("template", "says"),
+    [("run-complete", "sft: the run is complete"), ("run-failed", "sft: the run failed"), ("run-not-synced", "no such key")],
 )
-def test_a_run_s_end_is_told_once_it_is_one(tmp_path, trigger, status, told):
-    app = {"apiVersion": "argoproj.io/v1alpha1", "kind": "Application", "metadata": {"name": "sft"}, "spec": {}, "status": status}
-    file = tmp_path / "application.yaml"
-    file.write_text(yaml.safe_dump(app))
-    settings = ENVIRONMENTS / "platform/argocd/argocd-notifications-cm.yaml"
-    command = [ARGOCD, "admin", "notifications", "trigger", "run", trigger, file, "--config-map", settings, "--secret", ":empty"]
-    output = subprocess.run(command, capture_output=True, text=True).stdout
-    assert re.findall(r"\b(true|false)\b", output) == [str(told).lower()]
+def test_a_notice_says_what_happened(notifications, template, says):
+    message = yaml.safe_load(notifications(BAD, "template", "notify", template, "FILE", "--recipient", "console:stdout"))["message"]
+    assert says in message
