@@ -8,9 +8,9 @@ turn says must stand there. Where that fails, or where a token reaches over a tu
 import hashlib
 import json
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 from tokenizers import Tokenizer, processors
@@ -120,8 +120,8 @@ class Encoder:
             places = {index: self._prove(row, text, index) for index in learnt}
         self._check_tools(row, text, template)
         self._check_turns(row, text, places, learnt, marked)
-        for start, stop in places.values():
-            if token := next((token for token in template.starts if token in text[start:stop]), None):
+        for index, place in places.items():
+            if token := _other_start(text, row.messages[index], *place, template):
                 what = "the chat template's generation markers enclose" if marked else "the chat template writes"
                 raise ValueError(f"{what} more than an answer: its text holds {token}, which begins a turn; {TEMPLATE_ADVICE}")
         return text, [places[index] for index in learnt], marked
@@ -142,7 +142,7 @@ class Encoder:
     def _with_end(self, text: str, start: int, stop: int, template: ChatTemplate) -> Place:
         """A marked turn with the end-of-turn that directly follows it: what ends an answer is always learnt."""
         after = self.special.match(text, stop)
-        if after and after[0] not in template.starts and not text[start:stop].endswith(self.special_tokens):
+        if after and not template.starts.fullmatch(after[0]) and not text[start:stop].endswith(self.special_tokens):
             return start, after.end()
         return start, stop
 
@@ -153,10 +153,7 @@ class Encoder:
         before = self._render(row, row.messages[:index], prompt=answer) if index else ""
         through = text if index == len(row.messages) - 1 else self._render(row, row.messages[: index + 1])
         if not (text.startswith(before) and text.startswith(through) and len(before) < len(through)):
-            raise ValueError(
-                "the chat template changes earlier turns, so supervised tokens cannot be told; "
-                f"{TEMPLATE_ADVICE}, or data.last_turn_only"
-            )
+            self._refuse_change(row, text, before, through, index)
         prompt = self._template(row).prompt
         if answer and ((prompt and before.endswith(prompt)) or before != self._render(row, row.messages[:index])):
             return len(before), len(through)
@@ -164,7 +161,7 @@ class Encoder:
         other = self._render(row, [*row.messages[:index], message | {"content": ELSEWHERE}])
         start = other.find(ELSEWHERE, len(before))
         if not answer:
-            if start < 0 or not any(text.startswith(form, start) for form in _forms(message["content"], json_too=True)):
+            if start < 0 or not any(text.startswith(form, start) for form in _forms(message["content"], escaped=True)):
                 raise ValueError(f"the chat template changes a turn of {message['role']}; {TEMPLATE_ADVICE}")
             return start, len(through)
         # Some templates need no generation prompt, as the user's turn ends with it; then the answer itself must follow.
@@ -173,6 +170,19 @@ class Encoder:
                 "the chat template writes no generation prompt, so an answer's start cannot be told; use one that does"
             )
         return len(before), len(through)
+
+    def _refuse_change(self, row: Row, text: str, before: str, through: str, index: int) -> NoReturn:
+        """ValueError for a text that does not go on as its beginning does: from its generation prompt, or from earlier turns."""
+        earlier = self._render(row, row.messages[:index]) if index else ""
+        prompt = before[len(earlier) :].strip()
+        if text.startswith(through) and text.startswith(earlier) and before.startswith(earlier) and prompt:
+            raise ValueError(
+                f"the chat template's generation prompt is {json.dumps(prompt, ensure_ascii=False)}, and the answer's turn begins "
+                "otherwise; set data.chat_template to one with generation markers, or whose prompt each answer's turn begins with"
+            )
+        raise ValueError(
+            f"the chat template changes earlier turns, so supervised tokens cannot be told; {TEMPLATE_ADVICE}, or data.last_turn_only"
+        )
 
     def _template(self, row: Row) -> ChatTemplate:
         if not self.texts:
@@ -200,23 +210,39 @@ class Encoder:
                 if message["role"] == "system" and index not in places:
                     begin = 0  # templates move it, into the first or last question
                 end, missing = _written(text, message, begin, stop, index in learnt)
+                if not missing and index not in places and self._is_lost(row, index):
+                    missing = f"a part of a turn of {message['role']}"
                 if missing:
                     what = "'s generation markers leave out" if marked and index in places else " leaves out"
                     raise ValueError(f"the chat template{what} {missing}; {TEMPLATE_ADVICE}")
                 at = max(at, end) if message["role"] != "system" else at
             at = stop if index in places else at
 
+    def _is_lost(self, row: Row, index: int) -> bool:
+        """Whether a turn's words, which stand elsewhere in the row or the template, too, are not written for this turn."""
+        message = row.messages[index]
+        said = message["content"].strip()
+        others = [*row.messages[:index], *row.messages[index + 1 :]]
+        texts = [self._template(row).constants, *(value for other in others for value in other.values() if isinstance(value, str))]
+        if not said or not any(said in text for text in texts):
+            return False
+        # Another text in their place tells.
+        return ELSEWHERE not in self._render(
+            row, [*row.messages[:index], message | {"content": ELSEWHERE}, *row.messages[index + 1 :]]
+        )
+
     def _check_tools(self, row: Row, text: str, template: ChatTemplate) -> None:
         """ValueError where the template leaves out the tools, or writes values of tools or calls as Python would print them."""
         for tool in row.tools or ():
             if str(tool.get("function", tool).get("name", "")) not in text:
                 raise ValueError(f"the chat template leaves out the tools; {TEMPLATE_ADVICE}")
-        values = [row.tools, *(call["function"]["arguments"] for message in row.messages for call in message.get("tool_calls", ()))]
-        items = [item for value in values for item in _items(value)]
+        calls = [call["function"]["arguments"] for message in row.messages for call in message.get("tool_calls", ())]
+        items = [item for value in [row.tools, *calls] for item in _items(value)]
         printed = any(
             isinstance(item, dict | list) and repr(item) != json.dumps(item) and repr(item) in text for item in items if item
         )
-        words = {repr(item) for item in items if item is None or isinstance(item, bool)}
+        written = [row.tools] if template.python_calls else [row.tools, *calls]  # where calls are Python, True is right
+        words = {repr(item) for value in written for item in _items(value) if item is None or isinstance(item, bool)}
         said = [template.constants, *strings([row.messages, row.tools, row.template_options])] if words else []
         if printed or any(text.count(word) > sum(part.count(word) for part in said) for word in words):
             raise ValueError("the chat template writes tools or arguments as Python prints them; use one that says tojson there")
@@ -275,6 +301,21 @@ def _covered(places: np.ndarray, start: int, stop: int, strict: bool) -> tuple[i
     return int(inside[0]), int(inside[-1])
 
 
+def _other_start(text: str, message: dict[str, Any], start: int, stop: int, template: ChatTemplate) -> str | None:
+    """The special token in text[start:stop] that begins another turn than the message's own, or one in which it says nothing.
+
+    A template may write an answer in several parts, or have its markers enclose the turn's opening, which is then learnt.
+    """
+    calls = message.get("tool_calls")
+    last = calls[-1]["function"]["name"] if calls else message["content"]
+    for found in template.starts.finditer(text, start, stop):
+        said_from = found.start() + len(template.opening)
+        own = message["role"] == "assistant" and template.opening and text.startswith(template.opening, found.start())
+        if not own or _find(text, last, said_from, stop, escaped=True) < 0:
+            return found[0]
+    return None
+
+
 def _written(text: str, message: dict[str, Any], start: int, stop: int, learnt: bool) -> tuple[int, str]:
     """Where in text[start:stop] all that a message says has been written, and what of it has not.
 
@@ -286,32 +327,37 @@ def _written(text: str, message: dict[str, Any], start: int, stop: int, learnt: 
         said += [(message.get(key, ""), f"the reasoning of a turn of {role}") for key in ("reasoning_content", "thinking")]
     end = start
     for part, what in said:
-        found = _find(text, part, start, stop, json_too=role == "tool")
+        found = _find(text, part, start, stop, escaped=role == "tool")
         if found < 0:
             return start, what
         end = max(end, found)
     at = start
     for call in message.get("tool_calls", ()):
         parts = [call["function"]["name"], *_scalars(call["function"]["arguments"])]
-        found = [_find(text, part, at, stop, json_too=True) for part in parts]
+        found = [_find(text, part, at, stop, escaped=True) for part in parts]
         if min(found) < 0:
             return start, "a tool call"
         at = max(found)
     return max(end, at), ""
 
 
-def _forms(said: str, json_too: bool) -> set[str]:
-    """How a text may be written, white space around it aside: as it is or, with `json_too`, as a JSON string."""
+def _forms(said: str | float, escaped: bool) -> set[str]:
+    """How a value may be written, white space around it aside: as it is or, with `escaped`, inside a JSON or Python string."""
+    if not isinstance(said, str):
+        return {json.dumps(said), repr(said)}
     said = said.strip()
-    return {said} | ({json.dumps(said, ensure_ascii=False)[1:-1], json.dumps(said)[1:-1]} if json_too else set())
+    if not escaped:
+        return {said}
+    python = said.replace("\\", "\\\\").replace("'", "\\'").replace("\n", "\\n").replace("\r", "\\r")
+    return {said, python, json.dumps(said, ensure_ascii=False)[1:-1], json.dumps(said)[1:-1]}
 
 
-def _find(text: str, said: str, start: int, stop: int, json_too: bool) -> int:
+def _find(text: str, said: str | float, start: int, stop: int, escaped: bool) -> int:
     """Where the first place of text[start:stop] ends at which `said` is written, with any white space; -1 where none is."""
-    found = [(at, at + len(form)) for form in _forms(said, json_too) if (at := text.find(form, start, stop)) >= 0]
+    found = [(at, at + len(form)) for form in _forms(said, escaped) if (at := text.find(form, start, stop)) >= 0]
     if found:
         return min(found)[1]
-    spaced = re.compile(r"\s+".join(map(re.escape, said.split()))).search(text, start, stop)
+    spaced = re.compile(r"\s+".join(map(re.escape, str(said).split()))).search(text, start, stop)
     return spaced.end() if spaced else -1
 
 
@@ -323,10 +369,6 @@ def _items(value: Any) -> Iterator[Any]:
             yield from _items(item)
 
 
-def _scalars(arguments: Any) -> Iterable[str]:
-    """The texts, numbers and booleans of a call's arguments, as text."""
-    for item in _items(arguments):
-        if isinstance(item, str):
-            yield item
-        elif isinstance(item, bool | int | float):
-            yield json.dumps(item)
+def _scalars(arguments: Any) -> list[str | float]:
+    """The texts, numbers and booleans of a call's arguments."""
+    return [item for item in _items(arguments) if isinstance(item, str | bool | int | float)]

@@ -4,6 +4,7 @@ It knows no tokens: it says where a template's own generation markers lie, which
 which form the template takes a message with tool calls.
 """
 
+import itertools
 import json
 import re
 from collections.abc import Mapping
@@ -11,6 +12,8 @@ from typing import Any
 
 from jinja2 import Environment, TemplateError
 from transformers.utils.chat_template_utils import render_jinja_template
+
+from trainer.rows import ROLES
 
 GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 ELSEWHERE = "\N{SYMBOL FOR UNIT SEPARATOR} a turn \N{SYMBOL FOR UNIT SEPARATOR}"
@@ -23,11 +26,14 @@ class ChatTemplate:
     def __init__(self, text: str, special: re.Pattern[str], variables: Mapping[str, Any], tools: list[dict[str, Any]] | None):
         self.text, self.special, self.variables = text, special, variables
         self.has_markers = bool(GENERATION.search(text))
-        self.content, self.arguments_as_text = "", False
+        self.content, self.arguments_as_text, self.python_calls = "", False, False
         self._choose_call_form(tools)
-        self.constants = "\n".join(part for _, kind, part in Environment().lex(text) if kind in ("data", "string"))
+        words = [part for _, kind, part in Environment().lex(text) if kind in ("data", "string")]
+        self.constants = "\n".join([*words, *ROLES])
         self.prompt = ""  # the generation prompt, where a special token in it tells that no message has written it
-        self.starts = self._find_starts()
+        self.opening = ""  # what of it begins an answer's turn, too, from its first special token on
+        starts = self._find_starts()
+        self.starts = re.compile("|".join(map(re.escape, sorted(starts))) or r"(?!)")
         self.marks_answers = self.has_markers and self._probe_markers()
 
     def render(
@@ -38,7 +44,10 @@ class ChatTemplate:
         prompt: bool = False,
         marked: bool = False,
     ) -> tuple[str, list[Place]]:
-        """The text of a conversation and, with `marked`, where the template's own generations lie in it."""
+        """The text of a conversation and, with `marked`, where the template's own generations lie in it.
+
+        A generation that is marked in pieces which touch is one, and an empty one is none.
+        """
         texts: Any
         places: Any
         try:
@@ -54,7 +63,13 @@ class ChatTemplate:
             raise ValueError(f"the chat template refuses it ({error}); change the row's roles, or mend the template") from None
         except Exception as error:  # a template is a program of the user's
             raise ValueError(f"the chat template fails on it ({error}); mend the template") from None
-        return texts[0], places[0] if marked else []
+        joined: list[Place] = []
+        for start, stop in places[0] if marked else ():
+            if joined and joined[-1][1] == start:
+                start = joined.pop()[0]
+            if start < stop:
+                joined.append((start, stop))
+        return texts[0], joined
 
     # ---- probes ----
 
@@ -80,11 +95,12 @@ class ChatTemplate:
                 except ValueError:
                     continue
                 if "probed" in text and ELSEWHERE in text and "'given'" not in text and '\\"given' not in text:
+                    self.python_calls = "probed(given=" in text
                     return
         self.content, self.arguments_as_text = "", False
 
     def _find_starts(self) -> set[str]:
-        """The special tokens that begin a turn: those before a second question, and a generation prompt's first."""
+        """The special tokens that begin a turn: the first of a generation prompt's, an answer's and a second question's."""
         turns = [{"role": role, "content": f"{ELSEWHERE}{i}"} for i, role in enumerate(["user", "assistant", "user"])]
         question, answer, second = (turn["content"] for turn in turns)
         try:
@@ -93,12 +109,19 @@ class ChatTemplate:
         except ValueError:
             return set()
         ends = self.special.findall(ended.rpartition(answer)[2])
-        between = self.special.findall(going_on.partition(answer)[2].partition(second)[0])
         after = self.special.findall(plain.rpartition(question)[2])
+        between = self.special.findall(going_on.partition(answer)[2].partition(second)[0])
+        heads = (asked.rpartition(question)[2], ended.rpartition(answer)[0].rpartition(question)[2])
+        answers = [[token for token in self.special.findall(head) if token not in after] for head in heads]
         if asked.startswith(plain) and self.special.search(asked, len(plain)):
             self.prompt = asked[len(plain) :]
-        prompt = [token for token in self.special.findall(asked.rpartition(question)[2]) if token not in after]
-        return (set(between) - set(ends)) | set(prompt[:1])
+            both = zip(self.prompt, ended.removeprefix(plain), strict=False)
+            shared = "".join(a for a, _ in itertools.takewhile(lambda pair: pair[0] == pair[1], both))
+            first = self.special.search(shared)
+            if first and first[0] not in ends:  # else the template itself begins a turn after an answer
+                self.opening = shared[first.start() :]
+        questions = [token for token in between if token not in (*ends, *after)]
+        return {token for tokens in (*answers, questions) for token in tokens[:1]}
 
     def _probe_markers(self) -> bool:
         """Whether the markers enclose each answer and nothing of another turn; told by texts that stand nowhere else."""

@@ -34,7 +34,7 @@ from trainer.sources import Piece, Source, raw_rows
 from trainer.storage import LocalStorage, Storage
 
 # Part of the key: raised whenever the same rows would give other columns.
-STORE_VERSION = 2
+STORE_VERSION = 3
 NUM_SAMPLES = 16  # rows kept as text, to be asked in evaluations
 INLINE_PIECES = 4  # this few are encoded here; more are worth starting processes for
 SAY_SECONDS = 10

@@ -7,6 +7,7 @@ every chat template that TRL ships in two forms, as the model has it and with ma
 markers, ours from the markers and, on the other form, from the proof by prefixes.
 """
 
+import functools
 import itertools
 import json
 import random
@@ -22,7 +23,9 @@ from chats import WORK, tokenizers
 
 ROOT = Path(__file__).parents[2]
 PEERS = ROOT / ".cache/peers/venv/bin/python"
-SPECIAL = re.compile(r"<\|[a-zA-Z_]+\|>|<(?:start|end)_of_turn>|<bos>|<eos>|<\uff5c[^\uff5c]+\uff5c>|</s>|\[/?INST\]")
+SPECIAL = re.compile(
+    r"<\|[a-zA-Z_]+\|>|<\|[a-z_\"]+\|?>|<[a-z_]+\|>|<(?:start|end)_of_turn>|<bos>|<eos>|<\uff5c[^\uff5c]+\uff5c>|</s>|\[/?INST\]"
+)
 PARTS = [
     "The stone is cold.",
     "Why?",
@@ -63,30 +66,41 @@ OPENING = (
 NEXT_ROLE = (
     "without markers this template has no end-of-turn; TRL's markers add one, so that the ids differ or one more token is learnt"
 )
-LAST_BYTES = "where a span ends within a turn, on a character of several tokens, only the first of these is found"
+LAST_BYTES = (
+    "where a marked span ends on a character of several tokens, TRL finds only the first of these, also where the next span "
+    "of the same turn goes on from there; we learn all"
+)
 REWRITES = "we refuse: the chat template changes earlier turns, so supervised tokens cannot be told"
-MARKS_MORE = "we refuse: the chat template marks other than one generation for an assistant turn"
+OTHER_PROMPT = "we refuse: the generation prompt (an opened thought) is other than what an answer's turn begins with"
 NO_PROMPT = "we refuse: the chat template writes no generation prompt, so an answer's start cannot be told"
+LOSES_CALL = "we refuse: the chat template leaves out a tool call; TRL trains on the turn without it"
+REFUSALS = {
+    "changes earlier turns": REWRITES,
+    "generation prompt is": OTHER_PROMPT,
+    "writes no generation prompt": NO_PROMPT,
+    "a tool call": LOSES_CALL,
+}
 KNOWN = {
     "prompt and completion as messages": {LINE_FEED},
-    "diffusion_gemma, chat, by markers": {MARKS_MORE},
-    "diffusion_gemma, chat, by proof": {LAST_BYTES},
-    "diffusion_gemma, tools, by markers": {MARKS_MORE},
+    "diffusion_gemma, chat, by markers": {LAST_BYTES},
+    "diffusion_gemma, chat, by proof": {LAST_BYTES, LINE_FEED},
+    "diffusion_gemma, tools, by markers": {LAST_BYTES},
     "diffusion_gemma, tools, by proof": {NO_PROMPT},
     "gemma, chat, by proof": {LINE_FEED},
     "gemma3, chat, by proof": {LINE_FEED},
     "glm4moe, chat, by proof": {NEXT_ROLE, LAST_BYTES},
     "glm4moe, tools, by proof": {NEXT_ROLE},
     "gptoss, chat, by proof": {OPENING, REWRITES},
-    "phi3, chat, by markers": {MARKS_MORE},
-    "phi3_5, chat, by markers": {MARKS_MORE},
+    "lfm2, tools, by markers": {LOSES_CALL},
 } | {
     f"{name}, {kind}, by proof": reasons
     for kind in ("chat", "tools")
     for names, reasons in (
-        ("deepseek_r1_distill deepseekv3 phi3 phi3_5", {REWRITES}),
-        ("nemotron_3_5_lightning nemotron_3_nano nemotron_3_super nemotron_3_ultra", {REWRITES}),
-        ("lfm2 lfm2_v2 qwen2_5_vl qwen3_instruct_2507 qwen3_vl", {LINE_FEED}),
+        ("deepseek_r1_distill deepseekv3", {OTHER_PROMPT}),
+        ("nemotron_3_5_lightning nemotron_3_nano nemotron_3_super nemotron_3_ultra", {OTHER_PROMPT}),
+        ("phi3 phi3_5", {REWRITES}),
+        ("lfm2", {LINE_FEED, LOSES_CALL}),
+        ("lfm2_v2 qwen2_5_vl qwen3_instruct_2507 qwen3_vl", {LINE_FEED}),
         ("qwen2_5 qwen3_8", {LINE_FEED, OPENING}),
         ("qwen3 qwen3_5_nothink qwen3_5_think qwen3_6", {LINE_FEED, OPENING, REWRITES}),
         ("muse_glimmer", {OPENING}),
@@ -187,31 +201,37 @@ def peer(*arguments: str) -> str:
     return done.stdout.splitlines()[-1]
 
 
-def our_rows(case: Case) -> list[Any]:
+@functools.cache
+def loaded(folder: Path) -> tuple[Any, Any]:
+    """The folder's tokenizer, and our settings for it."""
     from trainer.config import TrainerConfig
-    from trainer.encoding import Encoder
     from trainer.model import load_tokenizer
-    from trainer.rows import parse_row
 
     data = {"train": "unused", "sequence_length": 4096}
-    config = TrainerConfig.model_validate({"name": "bench", "model": {"path": str(case.folder)}, "data": data})
-    tokenizer = load_tokenizer(case.folder, config)
-    tokenizer.chat_template = case.ours or tokenizer.chat_template
+    config = TrainerConfig.model_validate({"name": "bench", "model": {"path": str(folder)}, "data": data})
+    return load_tokenizer(folder, config), config
+
+
+def our_rows(case: Case) -> list[Any]:
+    from trainer.encoding import Encoder
+    from trainer.rows import parse_row
+
+    tokenizer, config = loaded(case.folder)
+    if case.ours:
+        tokenizer.chat_template = case.ours
     return Encoder(tokenizer, config.data).encode([parse_row(row) for row in case.rows])
 
 
 def compare(case: Case, theirs: Any) -> Counter[str]:
     """How many rows are the same, and how many differ in each way."""
-    from transformers import AutoTokenizer
-
-    tokenizer: Any = AutoTokenizer.from_pretrained(case.folder)
+    tokenizer, _ = loaded(case.folder)
     if isinstance(theirs, str):
         return Counter({f"TRL refuses all: {theirs.splitlines()[0][:100]}": len(case.rows)})
     found: Counter[str] = Counter()
     for ours, row in zip(our_rows(case), theirs, strict=True):
         if isinstance(ours, ValueError):
-            reason = re.sub(r"marks \d+ generations for \d+ assistant turns", MARKS_MORE.partition("template ")[2], str(ours))
-            found[f"we refuse: {reason.partition(';')[0]}"] += 1
+            known = next((kind for words, kind in REFUSALS.items() if words in str(ours)), None)
+            found[known or f"we refuse: {str(ours).partition(';')[0]}"] += 1
             continue
         ids, learnt = ours.ids.tolist(), ours.supervised.tolist()
         if ids != row["ids"]:
@@ -233,7 +253,7 @@ def differences(tokenizer: Any, ids: list[int], ours: list[bool], theirs: list[b
         if a != b:
             text = tokenizer.decode(ids[start:stop])
             after_learnt, before_learnt = start > 0 and ours[start - 1], stop < len(ids) and ours[stop]
-            if text.startswith("\N{REPLACEMENT CHARACTER}") and after_learnt:
+            if a and text.startswith("\N{REPLACEMENT CHARACTER}") and after_learnt:
                 kinds.add(LAST_BYTES)
             elif a:
                 kinds.add(f"we alone learn {text!r}")

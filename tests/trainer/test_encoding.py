@@ -35,6 +35,23 @@ OVER_HEADER = """{% for m in messages %}{% if m.role == 'assistant' %}\
 {% generation %}{{ '<|im_start|>assistant\n' + m.content + '<|im_end|>' }}{% endgeneration %}{% else %}\
 {{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>' }}{% endif %}{{ '\n' }}{% endfor %}\
 {% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"""
+OVER_NEXT = OVER_HEADER.replace(
+    "m.content + '<|im_end|>' }}{% endg", "m.content + '<|im_end|><|im_start|>user\n' }}{% endg"
+).replace("'<|im_start|>' + m.role + '\n' + m.content", "('' if loop.index > 1 else '<|im_start|>user\n') + m.content")
+IN_PIECES = MARKED.replace(
+    "m.content + '", "m.content }}{% endgeneration %}{% generation %}{% endgeneration %}{% generation %}{{ '", 1
+)
+# As gpt-oss has it: thought and answer are two messages of one turn, both of them opened anew, and so is a call.
+CHANNELS = """{% for m in messages %}{% if m.role == 'assistant' %}{% generation %}{% if m.thinking %}\
+{{ '<|im_start|>assistant<think>' + m.thinking + '<|im_end|>' }}{% endif %}{% for call in m.tool_calls or [] %}\
+{{ '<|im_start|>assistant to=' + call.function.name + ' ' + call.function.arguments | tojson + '<|im_end|>' }}{% else %}\
+{{ '<|im_start|>assistant<answer>' + m.content + '<|im_end|>' }}{% endfor %}{% endgeneration %}{% else %}\
+{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>' }}{% endif %}{% endfor %}\
+{% if add_generation_prompt %}{{ '<|im_start|>assistant' }}{% endif %}"""
+PYTHON_CALLS = """{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content }}{% for call in m.tool_calls or [] %}\
+{{ '[' + call.function.name + '(' }}{% for name, value in call.function.arguments.items() %}{{ name + '=' }}\
+{{ ("'" + value | replace("'", "\\\\'") | replace("\\n", "\\\\n") + "'") if value is string else value | string }}{{ ', ' if not loop.last }}\
+{% endfor %}{{ ')]' }}{% endfor %}{{ '<|im_end|>\n' }}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"""
 QUIET = """{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content }}{% for c in m.tool_calls or [] %}\
 {{ '[' + c.function.name + ']' + c.function.arguments | tojson }}{% endfor %}{{ '<|im_end|>' }}{% endfor %}"""
 
@@ -161,10 +178,41 @@ def test_an_end_of_turn_right_after_a_marker_is_learnt_and_the_next_turns_start_
     assert learnt({"messages": GOOD["messages"] * 2}, with_template(endless)) == "blue stone" * 2
 
 
+def test_markers_around_the_answers_own_header_have_it_learnt_as_it_is_by_trl() -> None:
+    assert learnt(GOOD, with_template(OVER_HEADER)) == "<|im_start|>assistant\nblue stone<|im_end|>"
+
+
+@pytest.mark.parametrize(
+    "template", [IN_PIECES, IN_PIECES.replace("{% endfor %}", "{% generation %}{% endgeneration %}{% endfor %}")]
+)
+def test_a_generation_marked_in_pieces_is_one(template: str) -> None:
+    assert learnt({"messages": GOOD["messages"] * 2}, with_template(template)) == "blue stone<|im_end|>" * 2
+
+
+@pytest.mark.parametrize("template", [CHANNELS, CHANNELS.replace("{% generation %}", "").replace("{% endgeneration %}", "")])
+def test_an_answer_of_several_messages_is_learnt_whole(template: str) -> None:
+    opening = "<|im_start|>assistant"
+    head = opening if "{% generation %}" in template else ""  # by proof, what the generation prompt writes is not learnt
+    thought = {"messages": [GOOD["messages"][0], {"role": "assistant", "thinking": "is it a?", "content": "a"}]}
+    expected = f"{head}<think>is it a?<|im_end|>{opening}<answer>a<|im_end|>"
+    assert learnt(thought, with_template(template)) == expected
+    call = CALL | {"tool_calls": CALL["tool_calls"] * 2}
+    one = ' to=add {"a": true, "b": [null, "x"]}<|im_end|>'
+    assert learnt({"messages": [GOOD["messages"][0], call]}, with_template(template)) == head + one + opening + one
+
+
+def test_calls_may_be_written_in_python() -> None:
+    call = {"role": "assistant", "tool_calls": [{"function": {"name": "add", "arguments": {"a": True, "b": "it's\nred"}}}]}
+    row = {"messages": [GOOD["messages"][0], call]}
+    assert learnt(row, with_template(PYTHON_CALLS)) == "[add(a=True, b='it\\'s\\nred')]<|im_end|>"
+    with pytest.raises(ValueError, match="as Python prints them"):
+        encode(row | {"tools": TOOLS}, with_template("{{ tools }}" + PYTHON_CALLS))
+
+
 # ---- what cannot be told is refused ----
 
 
-@pytest.mark.parametrize("template", [IN_USER, IN_MACRO, OVER_HEADER])
+@pytest.mark.parametrize("template", [IN_USER, IN_MACRO, OVER_NEXT])
 def test_markers_that_do_not_enclose_the_answers_alone_are_refused(template: str) -> None:
     for row in (GOOD, chat(("user", "is it a or b?"), ("assistant", "a"))):
         with pytest.raises(ValueError, match="the chat template's generation markers"):
@@ -233,6 +281,49 @@ def test_a_template_that_begins_a_turn_after_the_answer_is_refused() -> None:
     )
     with pytest.raises(ValueError, match=r"holds <\|im_start\|>, which begins a turn"):
         encode(GOOD, with_template(more))
+
+
+@pytest.mark.parametrize("template", [CHATML, OVER_HEADER])
+def test_a_template_that_always_writes_its_generation_prompt_is_refused(template: str) -> None:
+    always = template.replace("{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}", "")
+    always = always.replace("'<|im_end|>'", "'<|im_end|>\n<|im_start|>assistant\n'", 1)
+    for row in (GOOD, chat(("user", "is it a or b?"), ("assistant", "a"))):
+        with pytest.raises(ValueError, match="the chat template"):
+            encode(row, with_template(always))
+
+
+def test_an_opening_after_which_a_turn_says_nothing_is_refused() -> None:
+    open_end = CHANNELS.replace("{% endgeneration %}", "{{ '<|im_start|>assistant' if m.thinking }}{% endgeneration %}")
+    row = {"messages": [GOOD["messages"][0], {"role": "assistant", "thinking": "is it a?", "content": "a"}]}
+    with pytest.raises(ValueError, match=r"generation markers enclose more than an answer: its text holds <\|im_start\|>"):
+        encode(row, with_template(open_end))
+
+
+def test_a_generation_prompt_that_no_answer_begins_with_is_named() -> None:
+    thinking = CHATML.replace("'<|im_start|>assistant\n'", "'<|im_start|>assistant\n<think>\n'")
+    assert thinking != CHATML
+    with pytest.raises(
+        ValueError, match=r'generation prompt is "<\|im_start\|>assistant\\n<think>", and the answer\'s turn begins otherwise'
+    ):
+        encode({"messages": GOOD["messages"] * 2}, with_template(thinking))
+    answer = {"role": "assistant", "content": "<think>\nfor\n</think>\nred"}
+    assert learnt({"messages": [GOOD["messages"][0], answer]}, with_template(thinking)) == "for\n</think>\nred<|im_end|>"
+
+
+@pytest.mark.parametrize("role", ["system", "user", "tool"])
+def test_a_dropped_turn_is_noticed_where_its_words_stand_elsewhere(role: str) -> None:
+    template = CHATML.replace(
+        "for message in messages", f"for message in messages if message.role != '{role}' or message in messages[3:]"
+    )
+    for words in ("be brief", "user", "assistant"):
+        turns = [("system", "red"), ("user", "green"), ("assistant", "a"), ("user", f"why {words}?"), ("assistant", f"{words}!")]
+        if role == "tool":
+            turns.insert(2, ("tool", words))
+        else:
+            turns[role == "user"] = (role, words)
+        learnt(chat(*turns))
+        with pytest.raises(ValueError, match=f"the chat template leaves out a part of a turn of {role}"):
+            encode(chat(*turns), with_template(template))
 
 
 def test_last_turn_only_leaves_the_context_to_the_template() -> None:
