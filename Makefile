@@ -55,9 +55,9 @@ test: .venv/.stamp $(addprefix $(BIN)/,helm helm4 helm-unittest kubeconform kube
 test-argocd: .venv/.stamp $(addprefix $(BIN)/,argocd helm kubeconform) ## Let Argo CD itself judge each RayJob status, difference and notification
 	@$(WITH_TOOLS) pytest -rs tests/gitops $(PYTEST_ARGS)
 
-.PHONY: chart-cases
-chart-cases: .venv/.stamp $(addprefix $(BIN)/,helm helm-unittest) ## Run the chart's unit and property tests and count them: EXAMPLES=1000 of each property
-	@.venv/bin/python tests/chart/count_cases.py $(EXAMPLES)
+.PHONY: cases
+cases: .venv/.stamp $(addprefix $(BIN)/,helm helm-unittest) ## Run the chart's unit tests and all property tests and count them: EXAMPLES=1000 of each property
+	@$(WITH_TOOLS) python tests/tools/count_cases.py $(EXAMPLES)
 
 .PHONY: bench-data
 bench-data: .venv/.stamp .cache/peers/.stamp ## Measure the data part beside TRL and datasets into benchmarks/; QUICK=1 takes a minute

@@ -158,5 +158,5 @@ def run_name(values: dict[str, Any], **options: Any) -> str:
 
 
 def only_in_long_runs(examples: int) -> int:
-    """Hypothesis examples: few by default, CHART_EXAMPLES of them in a long run."""
-    return int(os.environ.get("CHART_EXAMPLES", examples))
+    """Hypothesis examples: few by default, EXAMPLES of them in a long run."""
+    return int(os.environ.get("EXAMPLES", examples))

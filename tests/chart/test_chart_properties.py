@@ -1,6 +1,6 @@
 """For any values: what the schema takes renders to valid objects with every value as it was written, or is refused by name.
 
-CHART_EXAMPLES=2000 pytest tests/chart/test_chart_properties.py runs thousands; by default a few run with every test.
+EXAMPLES=2000 pytest tests/chart/test_chart_properties.py runs thousands; by default a few run with every test.
 """
 
 import copy

@@ -10,6 +10,11 @@ from pathlib import Path
 
 import boto3
 import pytest
+from hypothesis import settings
+
+# `make cases` sets how many examples each property is tried on. No deadline: what a loaded machine takes says nothing.
+settings.register_profile("trainer", max_examples=int(os.environ.get("EXAMPLES", 100)), deadline=None)
+settings.load_profile("trainer")
 
 TOOLS = Path(__file__).parents[2] / ".tools" / "bin"
 

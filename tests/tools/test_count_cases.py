@@ -1,4 +1,4 @@
-"""`make chart-cases` counts what hypothesis reports."""
+"""`make cases` counts what hypothesis reports."""
 
 import count_cases
 import pytest
