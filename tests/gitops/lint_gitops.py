@@ -69,10 +69,15 @@ def crds() -> Iterator[dict[str, Any]]:
 
 
 def argocd_crds() -> Iterator[dict[str, Any]]:
+    for name in ("application", "applicationset", "appproject"):
+        yield yaml.load(argocd_file(f"manifests/crds/{name}-crd.yaml"), Loader=yaml.CSafeLoader)
+
+
+def argocd_file(path: str) -> bytes:
+    """A file of Argo CD's module, out of its archive: Go unpacks it only where it is new enough to build it."""
     version = argocd_version()
     with zipfile.ZipFile(download(ARGOCD, version)["Zip"]) as archive:
-        for name in ("application", "applicationset", "appproject"):
-            yield yaml.load(archive.read(f"{ARGOCD}@{version}/manifests/crds/{name}-crd.yaml"), Loader=yaml.CSafeLoader)
+        return archive.read(f"{ARGOCD}@{version}/{path}")
 
 
 @cache
