@@ -6,7 +6,7 @@ set -euo pipefail
 environment=$1
 version=$2
 file=environments/$environment/environment.yaml
-[[ -f "$file" ]] || { echo "There is no $file." >&2; exit 2; }
+[[ -f "$file" ]] || { echo "There is no $file: ENV names a folder under environments/." >&2; exit 2; }
 [[ "$version" =~ ^[0-9]+\.[0-9]+\.[0-9]+(-[0-9A-Za-z.-]+)?$ ]] || { echo "$version is no version; write one like 0.2.0." >&2; exit 2; }
 sed -i "s/^chartVersion: .*/chartVersion: $version/" "$file"
 if git diff --quiet -- "$file"; then
