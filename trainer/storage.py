@@ -402,9 +402,9 @@ def _in_parallel(work: Callable[[int], T], numbers: range) -> list[T]:
 
 def _may_pass(error: Exception) -> bool:
     """Whether the same request may succeed later: the store is overloaded or out of reach, or credentials are to be renewed."""
-    from botocore.exceptions import FlexibleChecksumError, HTTPClientError, IncompleteReadError
+    from botocore.exceptions import ConnectionError, FlexibleChecksumError, HTTPClientError, IncompleteReadError
 
-    unanswered = isinstance(error, (HTTPClientError, IncompleteReadError, FlexibleChecksumError))
+    unanswered = isinstance(error, (ConnectionError, HTTPClientError, IncompleteReadError, FlexibleChecksumError))
     answered_badly = _status(error) >= 500 and _code(error) != "NotImplemented"
     return unanswered or answered_badly or _is_of_credentials(error) or _code(error) in OVERLOADED
 
@@ -417,9 +417,15 @@ def _is_of_credentials(error: Exception) -> bool:
 
 def _code(error: Exception) -> str:
     """What S3 calls its error; nothing where it is not S3's."""
-    return getattr(error, "response", {}).get("Error", {}).get("Code", "")
+    return _answer(error).get("Error", {}).get("Code", "")
 
 
 def _status(error: Exception) -> int:
     """The HTTP status of S3's error; 0 where it is not S3's."""
-    return getattr(error, "response", {}).get("ResponseMetadata", {}).get("HTTPStatusCode", 0)
+    return _answer(error).get("ResponseMetadata", {}).get("HTTPStatusCode", 0)
+
+
+def _answer(error: Exception) -> dict[str, Any]:
+    from botocore.exceptions import ClientError
+
+    return dict(error.response) if isinstance(error, ClientError) else {}

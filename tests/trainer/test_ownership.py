@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 from processes import run_processes
-from test_storage import s3_config
+from servers import s3_config
 from tiny import config, settings
 from training import run_training, weights
 

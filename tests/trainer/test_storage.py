@@ -1,20 +1,16 @@
 """A folder and a bucket behave alike, and a run may live in either."""
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 from processes import run_processes
+from servers import s3_config
 from tiny import settings
 from training import run_training
 
 from trainer.config import InputError, StorageConfig
 from trainer.model import fetch_model
 from trainer.storage import LocalStorage, S3Storage, Storage, check_writable, open_storage
-
-
-def s3_config(endpoint: str) -> dict[str, Any]:
-    return {"endpoint_url": endpoint, "region": "us-east-1", "path_style": True}
 
 
 @pytest.fixture(params=["folder", "bucket", "bucket root"])
