@@ -173,9 +173,8 @@ class LocalStorage:
                 parent = parent.parent
 
     def clear_unfinished(self, prefix: str, mine: Callable[[str], bool]) -> None:
-        for path in (self.root / prefix).rglob(f"{UNFINISHED}*"):
-            if mine(str(path.relative_to(self.root))):
-                path.unlink(missing_ok=True)
+        keys = [str(path.relative_to(self.root)) for path in (self.root / prefix).rglob(f"{UNFINISHED}*")]
+        self.delete(filter(mine, keys))
 
     @contextlib.contextmanager
     def local_copy(self, key: str) -> Iterator[Path]:
