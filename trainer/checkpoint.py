@@ -97,6 +97,7 @@ class Checkpoints:
         self.storage, self.config, self.world, self.optimizer = storage, config, world, optimizer
         self.attempt = world.main_first(self._next_attempt)
         self.resumed_from = 0
+        self.loop: dict[str, Any] = {}  # what the checkpoint knew of the loop that was resumed from
         self.shards = local_shards(model, optimizer)
         self.header = _header(self.shards)
         self.upload: threading.Thread | None = None
@@ -118,8 +119,8 @@ class Checkpoints:
 
     # ---- saving ----
 
-    def save(self, step: int) -> None:
-        """Stages the state after `step`; the rest goes on behind the loop, where a GPU runs it. A collective.
+    def save(self, step: int, loop: dict[str, Any] | None = None) -> None:
+        """Stages the state after `step`, with what the loop knows; the rest goes on behind it, where a GPU runs it. A collective.
 
         Waits first for the save before it, so that host memory holds one copy of the state at most. RunError where too
         many saves in a row have failed.
@@ -134,7 +135,7 @@ class Checkpoints:
         if len(failures) > TOLERATED_FAILURES:
             raise RunError(f"{len(failures)} checkpoints in a row could not be stored: {failures[-1]}")
         pieces = self._live() if self.staging is None else self._stage(self.staging.result())
-        self.upload = threading.Thread(target=self._store, args=(step, pieces), daemon=True)
+        self.upload = threading.Thread(target=self._store, args=(step, pieces, loop or {}), daemon=True)
         self.upload.start()
         if self.staging is None:
             self._wait()
@@ -187,7 +188,7 @@ class Checkpoints:
         """The file's content, as pieces of the memory that is trained on."""
         return [memoryview(self.header), *(_bytes(shard.tensor) for shard in self.shards.values())]
 
-    def _store(self, step: int, pieces: list[memoryview]) -> None:
+    def _store(self, step: int, pieces: list[memoryview], loop: dict[str, Any]) -> None:
         """In a thread: uploads this rank's file, and on rank 0 completes the checkpoint."""
         folder = f"checkpoints/step-{step:08d}.a{self.attempt:04d}"
         try:
@@ -197,7 +198,7 @@ class Checkpoints:
         try:
             self.storage.write(f"{folder}/rank-{self.world.rank:05d}.json", json.dumps(facts).encode())
             if self.world.is_main:
-                self._commit(folder, step)
+                self._commit(folder, step, loop)
                 self.failures = []
         except Exception as error:
             self.failures = [*self.failures, _reason(error)]
@@ -209,7 +210,7 @@ class Checkpoints:
         rows = {name: [shard.start, shard.rows] for name, shard in self.shards.items()}
         return {"bytes": sum(piece.nbytes for piece in pieces), "sha256": digest.result(), "rows": rows}
 
-    def _commit(self, folder: str, step: int) -> None:
+    def _commit(self, folder: str, step: int, loop: dict[str, Any]) -> None:
         """Waits for every rank's json, writes the manifest and deletes what retention does not keep."""
         parts = self._parts(folder)
         if failed := [part["error"] for part in parts.values() if "error" in part]:
@@ -221,6 +222,7 @@ class Checkpoints:
             "attempt": self.attempt,
             "resumed_from": self.resumed_from,
             "world_size": self.world.size,
+            "loop": loop,
             "time": time.time(),
             "files": dict(sorted(parts.items())),
         }
@@ -245,6 +247,8 @@ class Checkpoints:
         line, every = find_checkpoints(self.storage), self.config.keep_every_steps
         kept = {folder for folder, _ in line[: self.config.keep_last]}
         kept |= {folder for folder, manifest in line if every and manifest["step"] % every == 0}
+        best = line[0][1].get("loop", {}).get("best", {}).get("step") if line else None
+        kept |= {folder for folder, manifest in line if manifest["step"] == best}
         self._delete(lambda folder, keys: folder not in kept)
 
     def _delete(self, unwanted: Callable[[str, list[str]], bool]) -> None:
@@ -273,17 +277,11 @@ class Checkpoints:
         says nothing of the checkpoint, so that raises OSError: to start before it would throw it away.
         """
         for folder, manifest in self.world.main_first(self._take_stock):
-            problems: list[Exception | None] = [None] * self.world.size
-            dist.all_gather_object(problems, self._load(folder, manifest))
-            found = [problem for problem in problems if problem is not None]
-            if not found:
-                set_step(self.optimizer, manifest["step"])
+            if self._load_all(folder, manifest):
+                self.loop = manifest.get("loop", {})
+                set_step(self.optimizer, manifest["step"] - self.loop.get("skipped_steps", 0))
                 self.resumed_from = manifest["step"]
                 return manifest["step"]
-            if other := [problem for problem in found if not isinstance(problem, DamagedError)]:
-                raise OSError(f"{folder} could not be read: {other[0]}")
-            if self.world.is_main:
-                _warn(f"{folder} is passed over: {found[0]}")
         for name, shard in self.shards.items():
             if name.startswith("optimizer."):  # a load that failed half-way may have written some
                 shard.tensor.zero_()
@@ -299,6 +297,28 @@ class Checkpoints:
         except Exception as error:  # it may not be allowed, and costs nothing but space
             _warn(f"unfinished uploads of earlier attempts could not be deleted: {_reason(error)}")
         return line
+
+    def load(self, step: int) -> bool:
+        """Takes the weights of the checkpoint of `step`, once training is over; False, and those of the newest one, where that is lost.
+
+        A collective.
+        """
+        line = self.world.main_first(lambda: find_checkpoints(self.storage))
+        if any(self._load_all(folder, manifest) for folder, manifest in line if manifest["step"] == step):
+            return True
+        self.restore()
+        return False
+
+    def _load_all(self, folder: str, manifest: dict[str, Any]) -> bool:
+        """Fills the shards of all ranks; False on all of them where a file is damaged. A collective."""
+        problems: list[Exception | None] = [None] * self.world.size
+        dist.all_gather_object(problems, self._load(folder, manifest))
+        found = [problem for problem in problems if problem is not None]
+        if other := [problem for problem in found if not isinstance(problem, DamagedError)]:
+            raise OSError(f"{folder} could not be read: {other[0]}")
+        if found and self.world.is_main:
+            _warn(f"{folder} is passed over: {found[0]}")
+        return not found
 
     def _load(self, folder: str, manifest: dict[str, Any]) -> Exception | None:
         """Fills this rank's shards, reading only files that hold some of its rows; what went wrong, if anything."""

@@ -190,6 +190,9 @@ class OptimConfig(Settings):
     clip_norm: float | None = Field(default=1.0, gt=0)
     """Largest norm of the whole model's gradient; null means that it is not clipped."""
 
+    max_skipped_steps: int = Field(default=0, ge=0)
+    """Steps of a run that may be left out as their gradient is no number (nan or infinite); one more ends the run."""
+
 
 class ScheduleConfig(Settings):
     name: Literal["cosine", "linear", "constant", "wsd"] = "cosine"
@@ -244,6 +247,25 @@ class EvaluateConfig(Settings):
     """Longest answer to such a prompt, in tokens."""
 
 
+class BestConfig(Settings):
+    metric: str = Field(default="eval_loss", pattern=r"^eval_([a-z][a-z0-9_]*_)?(loss|perplexity|accuracy)$")
+    """Figure of the held-out rows, as metrics.jsonl names it: `eval_loss`, `eval_accuracy`, or `eval_<set>_loss` of one set."""
+
+    min_delta: float = Field(default=0.0, ge=0)
+    """Change by which a figure must be better than the best before it: lower, or for accuracy higher."""
+
+    patience: int | None = Field(default=None, ge=1)
+    """Evaluations in a row without a better one after which training ends; null means that it goes on to its last step."""
+
+    export: bool = False
+    """Export the weights of the best evaluation, instead of the last ones."""
+
+    @property
+    def rises(self) -> bool:
+        """Whether more is better."""
+        return self.metric.endswith("_accuracy")
+
+
 class TrainerConfig(Settings):
     name: str = Field(pattern=r"^[a-z0-9]([a-z0-9-]{0,46}[a-z0-9])?$")
     """The run's name: lower-case letters, digits and dashes."""
@@ -275,6 +297,9 @@ class TrainerConfig(Settings):
     evaluate: EvaluateConfig = EvaluateConfig()
     """What is measured on held-out rows."""
 
+    best: BestConfig | None = None
+    """Which evaluation is the best: its checkpoint is kept beside the newest ones; null means that none is looked for."""
+
     precision: Literal["auto", "bfloat16", "float32"] = "auto"
     """Type of the computation; `auto` is bfloat16 on a GPU and float32 on a CPU. Master weights are always float32."""
 
@@ -296,17 +321,55 @@ class TrainerConfig(Settings):
     hang_seconds: int = Field(default=900, ge=10)
     """Longest time of a step but the first, a save or a held-out batch; a worker that exceeds it is started again, with all others."""
 
+    on_change: Literal["new_run", "refuse"] = "new_run"
+    """Where the last run of this name had other settings that change the result: train another run beside it, or refuse with the
+    differences."""
+
     takeover: bool = False
     """Take the run over from another Helm release that holds it, which then saves and leaves."""
 
-    def fingerprint(self) -> str:
-        """Eight hex digits over the settings that change the result, defaults resolved; not cadence, place or hardware."""
+    @model_validator(mode="after")
+    def _best_is_measured(self) -> "TrainerConfig":
+        if self.best is None:
+            return self
+        if self.evaluate.every_steps is None:
+            raise ValueError("best needs evaluations to choose from; set evaluate.every_steps")
+        if self.data.eval is None and self.data.eval_fraction is None:
+            raise ValueError("best needs held-out rows; set data.eval or data.eval_fraction")
+        sets = list(self.data.eval or {})
+        prefixes = ["eval", *(f"eval_{name}" for name in sets if len(sets) > 1)]
+        if self.best.metric.rpartition("_")[0] not in prefixes:
+            known = ", ".join(f"{prefix}_loss" for prefix in prefixes)
+            raise ValueError(
+                f"best.metric: {self.best.metric} is not measured; write one of {known}, or its perplexity or accuracy"
+            )
+        return self
+
+    def result(self) -> dict[str, Any]:
+        """The settings that change the result, defaults resolved; not cadence, place or hardware."""
         result = self.model_dump(
-            exclude={"name", "storage", "checkpoint", "log_every_steps", "max_failures", "evaluate", "takeover", "hang_seconds"}
+            exclude={
+                "name",
+                "storage",
+                "checkpoint",
+                "log_every_steps",
+                "max_failures",
+                "evaluate",
+                "best",
+                "takeover",
+                "hang_seconds",
+                "on_change",
+            }
         )
-        del result["batch"]["micro_batch"], result["attention"], result["compile"]
+        del result["batch"]["micro_batch"], result["attention"], result["compile"], result["optim"]["max_skipped_steps"]
+        if self.best and (self.best.export or self.best.patience):  # then the evaluations decide on the weights
+            result["best"] = self.best.model_dump() | {"every_steps": self.evaluate.every_steps}
         result["order_version"] = ORDER_VERSION
-        return hashlib.sha256(json.dumps(result, sort_keys=True).encode()).hexdigest()[:8]
+        return result
+
+    def fingerprint(self) -> str:
+        """Eight hex digits over `result`."""
+        return hashlib.sha256(json.dumps(self.result(), sort_keys=True).encode()).hexdigest()[:8]
 
 
 class Hardware(Settings):
@@ -314,6 +377,9 @@ class Hardware(Settings):
 
     workers: int = Field(default=1, ge=1)
     """Worker processes: one a GPU, or one a node without GPUs."""
+
+    min_workers: int | None = Field(default=None, ge=1)
+    """Fewest workers that the run goes on with while nodes are missing; null means that it waits for all."""
 
     nodes: int = Field(default=1, ge=1)
     """Worker pods, one a node."""
@@ -341,6 +407,12 @@ class Hardware(Settings):
 
     grace_seconds: int = Field(default=120, ge=30)
     """Seconds between SIGTERM and SIGKILL of a pod."""
+
+    @model_validator(mode="after")
+    def _range(self) -> "Hardware":
+        if self.min_workers is not None and self.min_workers > self.workers:
+            raise ValueError(f"min_workers is {self.min_workers}, more than workers, {self.workers}; write at most that")
+        return self
 
 
 class Release(Settings):

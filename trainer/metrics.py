@@ -74,6 +74,7 @@ class Meter:
             "step": step,
             "num_steps": self.num_steps,
             **values,
+            "workers": self.world.size,
             "tokens_per_second": round(speed, 1),
             "mfu": mfu(speed, self.flops, self.world.device, self.world.size),
             "gpu_memory_gib": _peak_memory(self.world.device),
@@ -86,24 +87,37 @@ class Meter:
 
 
 class Journal:
-    """metrics.jsonl: one row a logged step, kept through resumes. Rank 0 alone writes, once `check` has let it."""
+    """metrics.jsonl: one row a logged step, kept through resumes. Rank 0 alone writes, once `check` has let it, and tells `report`."""
 
-    def __init__(self, storage: Storage, step: int, check: Callable[[], None]):
-        self.storage, self.check = storage, check
-        self.rows = [row for row in read_rows(storage) if row["step"] <= step] if step else []
+    def __init__(
+        self, storage: Storage, step: int, is_main: bool, report: Callable[[dict[str, Any]], None], check: Callable[[], None]
+    ):
+        self.storage, self.is_main, self.report, self.check = storage, is_main, report, check
+        self.rows = [row for row in read_rows(storage) if row["step"] <= step] if step and is_main else []
         self.written = 0.0
+        if measured := [row for row in self.rows if "eval_loss" in row]:
+            report(measured[0])  # what it was before training, to compare with at the end
 
     def add(self, row: dict[str, Any]) -> None:
+        if not self.is_main:
+            return
         # A run that died after its last step measures that step again.
-        self.rows = [old for old in self.rows if old["step"] != row["step"] or ("loss" in old) != ("loss" in row)]
+        self.rows = [old for old in self.rows if (old["step"], _kind(old)) != (row["step"], _kind(row))]
         self.rows.append(row)
+        self.report(row)
         if time.monotonic() - self.written > FLUSH_SECONDS:
             self.flush()
 
     def flush(self) -> None:
-        self.check()
-        self.storage.write("metrics.jsonl", "".join(json.dumps(row) + "\n" for row in self.rows).encode())
-        self.written = time.monotonic()
+        if self.is_main:
+            self.check()
+            self.storage.write("metrics.jsonl", "".join(json.dumps(row) + "\n" for row in self.rows).encode())
+            self.written = time.monotonic()
+
+
+def _kind(row: dict[str, Any]) -> str:
+    """What a row tells of a step: `loss`, `eval_loss`, `skipped_steps` or `exported_step`."""
+    return next(key for key in ("loss", "eval_loss", "skipped_steps", "exported_step") if key in row)
 
 
 def read_rows(storage: Storage) -> list[dict[str, Any]]:

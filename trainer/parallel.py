@@ -1,6 +1,7 @@
 """The process group, the device of this process, and how the model is cut over the processes."""
 
 import contextlib
+import enum
 import faulthandler
 import math
 import os
@@ -10,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -17,6 +19,7 @@ import torch.distributed as dist
 from torch import nn
 from torch._C._distributed_c10d import HashStore
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.distributed_c10d import _set_pg_timeout
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 from torch.utils._triton import has_triton
 
@@ -24,17 +27,27 @@ from trainer.config import TrainerConfig
 
 # Weights that fit this many bytes when gathered stay so from forward to backward: one of a step's three transfers less.
 KEEP_GATHERED = 4 * 2**30
+START_SECONDS = 7200  # that ranks wait for one another until the first step has ended: some may download or compile
+WATCHDOG_SHARE = 1.2  # of `hang_seconds`
+
+
+class Wish(enum.IntEnum):
+    """What can be asked of a run between two steps. Where ranks were asked for different things, the greatest counts."""
+
+    NOTHING = 0
+    SAVE = 1
+    LEAVE = 2  # save and leave
 
 
 @dataclass
 class World:
-    """This process among all: `rank` of `size`, and whether anyone was asked to stop."""
+    """This process among all: `rank` of `size`, and what it was asked for."""
 
     rank: int
     size: int
     device: torch.device
     mesh: DeviceMesh
-    stop_asked: Callable[[], bool]
+    asked: Callable[[], Wish]  # since the last call
     on_leave: list[Callable[[], None]] = field(default_factory=list)  # called when this process leaves, however it does
     watchdog: "Watchdog | None" = None
     _flag: "Reading | None" = None
@@ -48,18 +61,28 @@ class World:
         """Whether work is queued on the device while earlier work runs: reading its latest result would empty the queue."""
         return self.device.type == "cuda"
 
-    def stopping(self) -> bool:
-        """Whether all ranks stop after this step: true on all of them in the same step. A collective.
+    def wish(self) -> Wish:
+        """What all ranks do after this step, as any was asked to: the same on all of them. A collective.
 
         The answer is of the question one call before, so that a GPU never waits for the reduction it has just started.
         """
         before = self._flag
-        flag = torch.full((1,), float(self.stop_asked()), device=self.device)  # a copy from the CPU would wait
+        if before is None:
+            self._shorten_timeouts()
+        flag = torch.full((1,), float(self.asked()), device=self.device)  # a copy from the CPU would wait
         dist.all_reduce(flag, op=dist.ReduceOp.MAX)
         self._flag = Reading(flag)
-        stop = before is not None and before.values() != [0.0]
+        wish = Wish.NOTHING if before is None else Wish(int(before.values()[0]))
         self.alive()
-        return stop
+        return wish
+
+    def _shorten_timeouts(self) -> None:
+        """After the first step nothing is downloaded or compiled any more: a partner that is waited for as long as a step may take is gone.
+
+        The watchdog comes a little later, so that a rank that waits can say for what.
+        """
+        if self.watchdog:
+            _set_pg_timeout(timedelta(seconds=self.watchdog.seconds))
 
     def alive(self) -> None:
         """Tells the watchdog that this process goes on: another such piece of work must end within its time."""
@@ -118,7 +141,7 @@ class Watchdog:
         threading.Thread(target=self._watch, daemon=True).start()
 
     def arm(self) -> None:
-        self.deadline = time.monotonic() + self.seconds
+        self.deadline = time.monotonic() + WATCHDOG_SHARE * self.seconds
 
     def rest(self) -> None:
         self.deadline = math.inf
@@ -136,7 +159,7 @@ class Watchdog:
 
 
 @contextlib.contextmanager
-def join_world(stop_asked: Callable[[], bool]) -> Iterator[World]:
+def join_world(asked: Callable[[], Wish]) -> Iterator[World]:
     """Joins the process group: Ray Train's where it made one, torchrun's where RANK is set, else a group of one."""
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     device = torch.device("cuda", local_rank) if torch.cuda.is_available() else torch.device("cpu")
@@ -148,9 +171,9 @@ def join_world(stop_asked: Callable[[], bool]) -> Iterator[World]:
     if own:
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
         alone = {} if "RANK" in os.environ else {"store": HashStore(), "rank": 0, "world_size": 1}
-        dist.init_process_group(backend, **alone)
+        dist.init_process_group(backend, timeout=timedelta(seconds=START_SECONDS), **alone)
     size = dist.get_world_size()
-    world = World(dist.get_rank(), size, device, init_device_mesh(device.type, (size,)), stop_asked)
+    world = World(dist.get_rank(), size, device, init_device_mesh(device.type, (size,)), asked)
     try:
         yield world
     finally:

@@ -4,6 +4,7 @@ import itertools
 import os
 import re
 import sys
+import time
 from typing import Any
 
 from rich.console import Console
@@ -23,6 +24,11 @@ class Progress:
     def __init__(self, uri: str):
         self.console = _Console(highlight=False, soft_wrap=True)
         self.uri, self.step = uri, 0
+        self.starts: list[dict[str, Any]] = []  # of workers: their first new step, and the seconds without one before it
+        self.groups = 1  # of workers that have begun, of which `told` have made a new step, or will not any more
+        self.told = 0
+        self.stepped_at = time.monotonic()  # the last new step, and before the first the start of this process
+        self.exported: dict[str, Any] | None = None  # which weights, where there was a choice
         self.shown = ""
         self.before: dict[str, Any] | None = None  # the evaluation before the first step
         # Under torchrun every process has one of these; rank 0 alone speaks and keeps the run's records.
@@ -38,9 +44,15 @@ class Progress:
 
     def row(self, row: dict[str, Any]) -> None:
         """Shows a row of metrics.jsonl."""
-        self.step = row["step"]
+        if "loss" in row and row["step"] > self.step:
+            self._stepped(row)
+        self.step = max(self.step, row["step"])
         if "eval_loss" in row:
             self._evaluated(row)
+        if "skipped_steps" in row:
+            self.say(f"step {row['step']} is left out, as its gradient is no number ({row['skipped_steps']} of the run so far)")
+        if "exported_step" in row:
+            self.exported = {"step": row["exported_step"], "best": row["best"]}
         if "loss" not in row or self.silent:
             return
         width = len(str(row["num_steps"]))
@@ -51,10 +63,22 @@ class Progress:
         )
         self._draw()
 
+    def _stepped(self, row: dict[str, Any]) -> None:
+        """Notes a new step, and whether it is the first one of the workers that began last."""
+        now = time.monotonic()
+        if self.told < self.groups:
+            self.told = self.groups
+            self.starts.append({"step": row["step"], "workers": row["workers"], "seconds": round(now - self.stepped_at, 1)})
+            if row["step"] > 1:
+                self.say(describe_start(self.starts[-1]))
+        self.stepped_at = now
+
     def _evaluated(self, row: dict[str, Any]) -> None:
         if self.before is None:
             self.before = row
             return self.say(f"held-out before training: {_held_out(row)}")
+        if row["step"] == self.before["step"]:  # told again by workers that began anew
+            return None
         self.say(f"held-out: {_held_out(row)} (loss before: {self.before['eval_loss']:.3f})")
         before = {question_of(sample): sample["answer"] for sample in self.before.get("samples", [])}
         for sample in row.get("samples", []):
@@ -63,11 +87,18 @@ class Progress:
             self.say(printable(shown))
         return None
 
-    def ended(self, ending: str) -> None:
+    def ended(self, ending: str, save_seconds: float | None) -> None:
         if ending == "complete":
-            self.say(f"complete: {self.uri}/model is the model, {self.uri}/report.html the report")
+            self.say(f"complete: {self.uri}/model is the model{self._choice()}, {self.uri}/report.html the report")
         else:
-            self.say(f"interrupted after step {self.step}, saved; run the same command again to go on")
+            saved = "saved" if save_seconds is None else f"saved {save_seconds} s after it was asked to"
+            self.say(f"interrupted after step {self.step}, {saved}; run the same command again to go on")
+
+    def _choice(self) -> str:
+        if self.exported is None:
+            return ""
+        best = self.exported["best"]
+        return f" of step {self.exported['step']} (the best {best['metric']}, {best['value']:.4g}, is of step {best['step']})"
 
     def close(self) -> None:
         """Ends the line in place."""
@@ -86,6 +117,12 @@ class Progress:
     def _clear(self) -> None:
         if self.console.is_terminal and self.shown:
             self.console.file.write("\r\x1b[2K")
+
+
+def describe_start(start: dict[str, Any]) -> str:
+    """One of `Progress.starts`."""
+    workers = "1 worker" if start["workers"] == 1 else f"{start['workers']} workers"
+    return f"step {start['step']} is the first new one on {workers}, after {start['seconds']} s"
 
 
 def _held_out(row: dict[str, Any]) -> str:

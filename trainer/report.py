@@ -37,6 +37,13 @@ def _figures(rows: list[dict[str, Any]]) -> list[tuple[str, str]]:
             ("perplexity last", f"{measured[-1]['eval_perplexity']:,.2f}"),
             ("tokens right last", f"{measured[-1]['eval_accuracy']:.1%}"),
         ]
+    if chosen := [row for row in rows if "exported_step" in row]:
+        best = chosen[-1]["best"]
+        figures.append(
+            ("exported", f"step {chosen[-1]['exported_step']}; best {best['metric']} {best['value']:.4g} at step {best['step']}")
+        )
+    if skipped := [row["skipped_steps"] for row in rows if "skipped_steps" in row]:
+        figures.append(("steps left out", str(max(skipped))))
     if steps:
         speeds = sorted(row["tokens_per_second"] for row in steps)
         figures += [

@@ -14,6 +14,7 @@ import torch
 from transformers import AutoConfig
 
 from trainer.attention import choose_attention
+from trainer.best import Best
 from trainer.checkpoint import Checkpoints
 from trainer.config import RunError, RunFile, TrainerConfig
 from trainer.inputs import Sets, load_sets, read_inputs
@@ -21,7 +22,7 @@ from trainer.metrics import Journal, Meter
 from trainer.model import answer, build_model, check_head, export, fetch_model, load_pretrained, load_tokenizer, loss_inputs
 from trainer.optim import build_optimizer, clip_gradients, guarded_step, learning_rate, set_learning_rate
 from trainer.packing import MicroBatch, Plan, micro_batches, num_tokens, pack, total_weight
-from trainer.parallel import Reading, Watchdog, World, accumulate, compile_blocks, compute_type, free_gathered, shard
+from trainer.parallel import Reading, Watchdog, Wish, World, accumulate, compile_blocks, compute_type, free_gathered, shard
 from trainer.storage import open_storage
 from trainer.tokens import Tokens
 
@@ -45,31 +46,28 @@ def train(run: RunFile, world: World, report: Callable[[dict[str, Any]], None]) 
     if step == 0:
         load_pretrained(model, folder)
         check_head(model, world.device)
-    journal = Journal(storage, step, checkpoints.check_newest)
+    journal = Journal(storage, step, world.is_main, report, checkpoints.check_newest)
     held_out = HeldOut(config, sets, folder, world)
+    best = Best(config.best, checkpoints.loop.get("best", {}))
 
-    def record(row: dict[str, Any]) -> None:
-        if world.is_main:
-            journal.add(row)
-            report(row)
-
-    def measure(samples: bool) -> None:
+    def measure(step: int, samples: bool) -> None:
         if measured := held_out.measure(model, samples):
             finite(step, "held-out loss", measured["eval_loss"])
-            record({"step": step, "num_steps": plan.num_steps, **measured})
+            row = {"step": step, "num_steps": plan.num_steps, **measured}
+            journal.add(row)
+            best.note(row)
 
-    if step == 0:
-        measure(samples=True)
-    elif world.is_main and journal.rows:
-        report(journal.rows[0])  # what it was before training, to compare with at the end
+    if step == 0 or best.misses(step, config.evaluate.every_steps):
+        measure(step, samples=step == 0)
 
     world.watchdog = Watchdog(config.hang_seconds)
     meter = Meter(model, config.data.sequence_length, plan.num_steps, world)
-    under_way = UnderWay(config.log_every_steps, meter, record)
+    under_way = UnderWay(config, meter, journal.add, checkpoints.loop.get("skipped_steps", 0))
     gc.collect()
     gc.freeze()  # what is there by now stays: later collections need not look at it
-    stopping = False
-    while step < plan.num_steps and not stopping:
+    wish = Wish.NOTHING
+    over = step == plan.num_steps or best.ends
+    while not over and wish != Wish.LEAVE:
         step += 1
         packs = plan.step_packs(step)
         lr = learning_rate(step, plan.num_steps, config.optim.lr, config.schedule)
@@ -79,32 +77,36 @@ def train(run: RunFile, world: World, report: Callable[[dict[str, Any]], None]) 
         under_way.finish()  # the step before, while the device works on this one
         under_way.add(step, lr, num_tokens(sets.train, packs), world.sum_later(loss), Reading(norm))
 
-        stopping = world.stopping()
-        last = stopping or step == plan.num_steps
-        saving = last or step % config.checkpoint.every_steps == 0
+        wish = world.wish()
+        over = step == plan.num_steps
         every = config.evaluate.every_steps
-        measuring = bool(every) and step % every == 0 and not last
+        measuring = bool(every) and step % every == 0 and not over and wish != Wish.LEAVE
+        saving = wish != Wish.NOTHING or over or step % config.checkpoint.every_steps == 0
         if saving or measuring or not world.runs_ahead:
             under_way.finish(log=saving)
-        if saving:
-            if world.is_main:
-                journal.flush()
-            optimizer.zero_grad(set_to_none=True)  # gradients have done their work; the copy needs their memory
-            checkpoints.save(step)
-            meter.pause()
+        if saving or measuring:
+            optimizer.zero_grad(set_to_none=True)  # gradients have done their work; what follows needs their memory
         if measuring:
-            measure(samples=False)
+            measure(step, samples=False)
+            saving, over = saving or best.step == step, best.ends
+            meter.pause()
+        if saving or over:
+            journal.flush()
+            checkpoints.save(step, {"skipped_steps": under_way.skipped_steps, "best": best.state})
             meter.pause()
 
-    if step < plan.num_steps:
-        checkpoints.finish()
-        return "interrupted"
-    measure(samples=True)
     checkpoints.finish()
+    if not over:
+        return "interrupted"
+    if best.noted < step:
+        measure(step, samples=config.best is None)
+    if config.best:
+        exported = best_weights(step, best, checkpoints)
+        journal.add({"step": step, "num_steps": plan.num_steps, "exported_step": exported, "best": best.facts})
+        measure(exported, samples=True)
     world.main_first(checkpoints.check_newest)
     export(model, folder, config, storage, sets.end_of_turn, world)
-    if world.is_main:
-        journal.flush()
+    journal.flush()
     return "complete"
 
 
@@ -117,21 +119,40 @@ def make_model(folder: Path, config: TrainerConfig, world: World) -> Any:
     return shard(model, world, dtype)
 
 
+def best_weights(step: int, best: Best, checkpoints: Checkpoints) -> int:
+    """Makes the model's weights those that are to be exported, and returns their step: the best one, or `step`, the last."""
+    assert best.config
+    if not best.config.export or best.step is None or best.step == step:
+        return step
+    if checkpoints.load(best.step):
+        return best.step
+    if checkpoints.world.is_main:
+        print(f"warning: no whole checkpoint of step {best.step}, the best one, is left: step {step} is exported", flush=True)
+    return step
+
+
 class UnderWay:
     """The step whose numbers are not known yet. A GPU is given the next step before it has ended this one."""
 
-    def __init__(self, log_every_steps: int, meter: Meter, record: Callable[[dict[str, Any]], None]):
-        self.log_every_steps, self.meter, self.record = log_every_steps, meter, record
+    def __init__(self, config: TrainerConfig, meter: Meter, record: Callable[[dict[str, Any]], None], skipped_steps: int):
+        self.config, self.meter, self.record = config, meter, record
+        self.skipped_steps = skipped_steps  # of the whole run
+        self.first = True  # of this attempt, which is always logged: it says that the run goes on
         self.finish_step: Callable[[bool], None] | None = None
 
     def add(self, step: int, lr: float, tokens: int, loss: Reading, norm: Reading) -> None:
         def finish(log: bool) -> None:
             values = {"loss": loss.values()[0], "grad_norm": norm.values()[0], "lr": lr}
+            if not math.isfinite(values["grad_norm"]) and self.skipped_steps < self.config.optim.max_skipped_steps:
+                self.skipped_steps += 1  # the device has left it out
+                self.record({"step": step, "num_steps": self.meter.num_steps, "skipped_steps": self.skipped_steps})
+                return
             finite(step, "gradient norm", values["grad_norm"])
             finite(step, "loss", values["loss"])
             self.meter.step(tokens)
-            if log or step % self.log_every_steps == 0:
+            if log or self.first or step % self.config.log_every_steps == 0:
                 self.record(self.meter.row(step, **values))
+            self.first = False
 
         self.finish_step = finish
 

@@ -72,7 +72,7 @@ def measure(case: dict[str, Any], num_steps: int, profile: bool) -> dict[str, An
     from trainer.metrics import flops_per_token, mfu
     from trainer.optim import build_optimizer
     from trainer.packing import num_tokens, total_weight
-    from trainer.parallel import join_world
+    from trainer.parallel import Wish, join_world
     from trainer.train import make_model, train_step
 
     config = settings(case)
@@ -83,7 +83,7 @@ def measure(case: dict[str, Any], num_steps: int, profile: bool) -> dict[str, An
     if not case.get("accumulate", True):
         trainer.train.accumulate = lambda *_, **__: None
 
-    with join_world(lambda: False) as world:
+    with join_world(lambda: Wish.NOTHING) as world:
         model = make_model(Path(config.model.path), config, world)
         shape = model.config
         torch.manual_seed(0)

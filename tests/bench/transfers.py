@@ -98,10 +98,10 @@ def time_one(what: str, endpoint: str, folder: Path, gib: float, connections: in
     import boto3  # noqa: F401  (what is imported once a process is no part of a transfer)
 
     import trainer.storage
-    from trainer.parallel import join_world
+    from trainer.parallel import Wish, join_world
 
     trainer.storage.CONNECTIONS = connections or trainer.storage.CONNECTIONS
-    with join_world(lambda: False) as world:
+    with join_world(lambda: Wish.NOTHING) as world:
         work = prepare(what, endpoint, folder, gib, world)
         began = time.perf_counter()
         work()

@@ -56,6 +56,7 @@ def test_staging_is_eight_gpus_on_two_nodes_with_one_efa_interface_each():
         "instance_type": "g6.12xlarge",
         "nodes": 2,
         "workers": 8,
+        "min_workers": None,
         "gpus_per_node": 4,
         "gpu_memory_gib": 22,
         "efa_per_node": 1,

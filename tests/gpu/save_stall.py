@@ -63,7 +63,7 @@ def main() -> None:
     from trainer.config import CheckpointConfig
     from trainer.optim import build_optimizer
     from trainer.packing import num_tokens
-    from trainer.parallel import join_world
+    from trainer.parallel import Wish, join_world
     from trainer.storage import LocalStorage
     from trainer.train import make_model, train_step
 
@@ -72,7 +72,7 @@ def main() -> None:
     folder = Path(sys.argv[1] if len(sys.argv) > 1 else "/tmp/save-stall")
     shutil.rmtree(folder, ignore_errors=True)
     config = settings({})
-    with join_world(lambda: False) as world:
+    with join_world(lambda: Wish.NOTHING) as world:
         model = make_model(Path(config.model.path), config, world)
         optimizer = build_optimizer(model, config.optim)
         checkpoints = Checkpoints(LocalStorage(str(folder / "ours")), CheckpointConfig(keep_last=1), world, model, optimizer)

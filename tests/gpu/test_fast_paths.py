@@ -25,7 +25,7 @@ from trainer.config import TrainerConfig
 from trainer.model import build_model, load_pretrained, loss_inputs
 from trainer.optim import build_optimizer
 from trainer.packing import micro_batches
-from trainer.parallel import World, compile_blocks, compute_type, join_world, shard
+from trainer.parallel import Wish, World, compile_blocks, compute_type, join_world, shard
 from trainer.tokens import Tokens
 from trainer.train import train_step
 
@@ -35,7 +35,7 @@ LENGTH = 256
 
 @pytest.fixture(scope="module")
 def world() -> Iterator[World]:
-    with join_world(lambda: False) as joined:
+    with join_world(lambda: Wish.NOTHING) as joined:
         yield joined
 
 
@@ -162,7 +162,7 @@ def test_steps_wait_for_nothing_and_compile_once_whatever_the_lengths(tmp_path: 
     def step(batch: Any) -> None:
         loss, _ = train_step(model, optimizer, batch[1], [np.asarray(pack) for pack in batch[0]], config, world)
         losses.append(world.sum_later(loss))
-        world.stopping()
+        world.wish()
 
     for batch in batches[:3]:
         step(batch)

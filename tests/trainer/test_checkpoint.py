@@ -112,13 +112,13 @@ def with_a_zombie(values: dict[str, Any]) -> str:
     """Starts an attempt, then another one beside it, and lets the first save as if it had woken up."""
     from trainer.checkpoint import Checkpoints
     from trainer.config import CheckpointConfig, RunError
-    from trainer.parallel import join_world
+    from trainer.parallel import Wish, join_world
     from trainer.storage import LocalStorage
 
     layer = torch.nn.Linear(4, 4)
     optimizer = torch.optim.AdamW(layer.parameters())
     storage = LocalStorage(f"{values['storage']['uri']}/zombie")
-    with join_world(lambda: False) as world:
+    with join_world(lambda: Wish.NOTHING) as world:
         zombie = Checkpoints(storage, CheckpointConfig(keep_last=1), world, layer, optimizer)
         newer = Checkpoints(storage, CheckpointConfig(keep_last=1), world, layer, optimizer)
         newer.save(5)

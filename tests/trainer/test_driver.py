@@ -216,6 +216,8 @@ def test_a_run_under_ray_stops_on_sigterm_resumes_and_ends_as_one_without_ray(tm
     stopped = json.loads((run / "outcome.json").read_text())
     assert stopped["outcome"] == "interrupted"
     assert 5 < stopped["step"] < 150
+    assert 0 < stopped["save_seconds"] < 20
+    assert f"saved {stopped['save_seconds']} s after it was asked to" in "".join(lines)
     assert "svg" in (run / "report.html").read_text()
 
     second = start(config)
@@ -225,6 +227,7 @@ def test_a_run_under_ray_stops_on_sigterm_resumes_and_ends_as_one_without_ray(tm
     assert [row["step"] for row in steps if "loss" in row] == list(range(1, 151))
     assert f"step {stopped['step'] + 1:>3}/150" in output
     assert f"step {stopped['step']:>3}/150" not in output
+    assert re.search(rf"^step {stopped['step'] + 1} is the first new one on 2 workers, after [\d.]+ s$", output, re.MULTILINE)
     assert re.search(
         r"held-out: loss \d\.\d+, perplexity [\d.]+, [\d.]+% of tokens right \(loss before: \d\.\d+\)\n  .*\n    before: .*\n    after:  ",
         output,
@@ -273,6 +276,10 @@ def test_stop_makes_a_run_save_and_leave_and_status_tells_of_it(tmp_path: Path) 
     assert 5 < step < 2000
     assert "outcome     interrupted\n" in told
     assert f"checkpoint  step {step}\n" in told
+    assert re.search(r"^started     step 1 is the first new one on 2 workers, after [\d.]+ s$", told, re.MULTILINE)
+    [seconds] = re.findall(r"^saved       ([\d.]+) s after it was asked to stop$", told, re.MULTILINE)
+    print(f"{seconds} s from the wish to a complete checkpoint")
+    assert float(seconds) < 20
     assert command("stop", "--wait").stdout == "no run is under way here\n"
 
 

@@ -6,6 +6,9 @@ import os
 import re
 import signal
 import subprocess
+import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +16,7 @@ import psutil
 import pytest
 import torch
 from processes import run_processes
-from test_driver import start, write_config
+from test_driver import ENVIRONMENT, start, write_config
 from tiny import config, settings
 from training import run_training, weights
 
@@ -61,6 +64,94 @@ def test_a_worker_that_dies_or_hangs_costs_no_more_than_the_steps_since_the_last
     alone = settings(tmp_path, storage={"uri": str(tmp_path / "alone")}, **changes)
     ours, theirs = weights(str(folder)), weights(run_processes(2, run_training, alone)[0]["uri"])
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+
+
+# In each attempt, worker 1 raises in its fifth step, while worker 0 waits for it: at first what a retry may mend, then what none does.
+DRIVER = """
+import sys, trainer.ray_train as module
+from pathlib import Path
+from trainer.config import RunFile, load_settings
+from trainer.driver import drive
+
+work = module.work
+
+def failing_work(payload, folder=Path(sys.argv[1]).parent):
+    import os, time, trainer.train
+    from trainer.config import RunError
+    train_step, taken = trainer.train.train_step, []
+
+    def step(*arguments):
+        taken.append(1)
+        world = arguments[-1]
+        if len(taken) == 5:
+            (folder / f"pid-{world.rank}").write_text(str(os.getpid()))
+        if len(taken) == 5 and world.rank == 1:
+            time.sleep(1)
+            again = (folder / "raised-1").exists()
+            (folder / ("raised-2" if again else "raised-1")).touch()
+            raise RunError("planted for good") if again else RuntimeError("planted")
+        return train_step(*arguments)
+
+    trainer.train.train_step = step
+    work(payload)
+
+module.work = failing_work
+sys.exit(drive(load_settings(RunFile, Path(sys.argv[1]))))
+"""
+
+
+def test_when_one_worker_raises_the_others_stop_within_seconds_and_its_cause_is_the_one_that_is_told(tmp_path: Path) -> None:
+    (tmp_path / "run.json").write_text(
+        json.dumps({"trainer": settings(tmp_path, duration={"steps": 500}), "hardware": {"workers": 2}})
+    )
+    (tmp_path / "drive.py").write_text(DRIVER)
+    command = [sys.executable, str(tmp_path / "drive.py"), str(tmp_path / "run.json")]
+    driver = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=ENVIRONMENT)
+    try:
+        eventually(lambda: (tmp_path / "raised-1").exists(), 300)
+        waiting = int((tmp_path / "pid-0").read_text())
+        stopped = eventually(lambda: not psutil.pid_exists(waiting), 60)
+        eventually(lambda: (tmp_path / "raised-2").exists(), 300)
+        began = time.monotonic()
+        output, _ = driver.communicate(timeout=120)
+        ended = time.monotonic() - began
+    finally:
+        driver.kill()
+    print(f"a worker that waited was stopped {stopped:.1f} s after another had raised, the driver had ended {ended:.1f} s after")
+    assert stopped < 15
+    assert ended < 25
+    assert driver.returncode == 1
+    assert output.strip().endswith("planted for good")
+    [folder] = (tmp_path / "runs").glob("tiny-*")
+    assert json.loads((folder / "outcome.json").read_text())["cause"] == "planted for good"
+    assert len(list((folder / "attempts").iterdir())) == 2
+
+
+def eventually(true: Callable[[], bool], seconds: float) -> float:
+    """Waits for it; returns the seconds that it took."""
+    began = time.monotonic()
+    while not true():
+        assert time.monotonic() - began < seconds
+        time.sleep(0.1)
+    return time.monotonic() - began
+
+
+def test_of_several_failures_the_first_is_told_and_a_worker_that_died_comes_before_those_who_missed_it() -> None:
+    from ray.train.v2._internal.exceptions import WorkerHealthCheckFailedError
+    from ray.train.v2.api.exceptions import WorkerGroupError
+
+    from trainer.control import Control
+    from trainer.ray_train import first_cause
+
+    control = Control()
+    control.failed("RuntimeError on worker 2: out of range")
+    control.failed("RuntimeError on worker 0: Connection closed by peer")
+    raised: dict[int, Exception] = {rank: RuntimeError("Connection closed by peer") for rank in (0, 2)}
+    assert first_cause(control.news(False), [WorkerGroupError("", raised)]) == "RuntimeError on worker 2: out of range"
+    killed = raised | {1: WorkerHealthCheckFailedError("it was killed\nby signal 9", RuntimeError())}
+    assert first_cause(control.news(False), [WorkerGroupError("", killed)]).startswith("worker 1 died: it was killed by signal 9")
+    control.add({"step": 1})  # a step after it: that was mended
+    assert first_cause(control.news(False), [RuntimeError("no places")]) == "no places"
 
 
 def test_a_gpu_that_is_too_small_is_a_sentence_with_advice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

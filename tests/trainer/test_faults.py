@@ -176,10 +176,10 @@ def test_uploads_that_dead_attempts_left_are_aborted_and_those_of_newer_ones_are
 def take_stock(uri: str, endpoint: str) -> int:
     from trainer.checkpoint import Checkpoints
     from trainer.config import CheckpointConfig
-    from trainer.parallel import join_world
+    from trainer.parallel import Wish, join_world
 
     layer = torch.nn.Linear(4, 4)
-    with join_world(lambda: False) as world:
+    with join_world(lambda: Wish.NOTHING) as world:
         storage = open_storage(uri, StorageConfig(**s3_config(endpoint)))
         return Checkpoints(storage, CheckpointConfig(), world, layer, torch.optim.AdamW(layer.parameters())).restore()
 

@@ -4,6 +4,7 @@ import io
 from typing import Any
 
 import numpy as np
+import pytest
 from rich.console import Console
 
 from trainer.progress import Progress, show_rows
@@ -45,7 +46,33 @@ def test_control_characters_of_samples_never_reach_the_terminal() -> None:
     progress = Progress("runs/a")
     progress.console.file = io.StringIO()
     row = {"step": 0, "eval_loss": 1.0, "eval_perplexity": 2.0, "eval_accuracy": 0.5}
-    for _ in range(2):
-        progress.row(row | {"samples": [{"prompt": HOSTILE, "answer": HOSTILE}]})
+    for step in range(2):
+        progress.row(row | {"step": step, "samples": [{"prompt": HOSTILE, "answer": HOSTILE}]})
     assert "after:" in progress.console.file.getvalue()
     assert not set(progress.console.file.getvalue()) & set("\x1b\x07\x9b\u202e\r")
+
+
+def test_each_start_of_workers_is_told_with_its_first_new_step_and_the_seconds_without_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [100.0]
+    monkeypatch.setattr("trainer.progress.time.monotonic", lambda: now[0])
+    progress = Progress("runs/a")
+    progress.console.file = io.StringIO()
+    loss = {"num_steps": 99, "loss": 1.0, "lr": 1e-3, "tokens_per_second": 1.0, "mfu": None, "seconds_left": 0.0}
+
+    def step(number: int, seconds: float, workers: int = 2, groups: int = 1) -> None:
+        now[0] += seconds
+        progress.groups = groups
+        progress.row(loss | {"step": number, "workers": workers})
+
+    step(21, 14.0)
+    step(22, 1.0)
+    step(21, 9.0, workers=1, groups=2)  # again, from a checkpoint
+    step(22, 1.0, workers=1, groups=2)
+    step(23, 2.0, workers=1, groups=2)
+    step(24, 5.0, groups=4)  # one start came to nothing
+    assert progress.starts == [
+        {"step": 21, "workers": 2, "seconds": 14.0},
+        {"step": 23, "workers": 1, "seconds": 12.0},
+        {"step": 24, "workers": 2, "seconds": 5.0},
+    ]
+    assert "step 23 is the first new one on 1 worker, after 12.0 s" in progress.console.file.getvalue()

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from processes import run_processes
 from tiny import settings
 from training import run_training, weights
@@ -133,16 +134,37 @@ def test_a_gradient_that_is_no_number_reaches_neither_weights_nor_a_checkpoint(f
     assert losses([again]) == {step: loss for step, loss in losses([whole]).items() if step > 2}
 
 
-def with_a_bad_gradient(values: dict[str, Any], at: int) -> None:
+def with_a_bad_gradient(values: dict[str, Any], at: int, stop_at: int | None = None) -> dict[str, Any]:
+    """A run in which one rank's gradient is no number when the loop has come to its `at`-th step."""
     import trainer.train as module
 
     clip, calls = module.clip_gradients, []
 
     def spoil(model: Any, clip_norm: float | None) -> torch.Tensor:
         calls.append(1)
-        if len(calls) == at:
+        if len(calls) == at and dist.get_rank() == 1:
             next(model.parameters()).grad.to_local().fill_(float("nan"))
         return clip(model, clip_norm)
 
     module.clip_gradients = spoil
-    run_training(values)
+    return run_training(values, stop_at)
+
+
+def test_a_step_without_a_number_is_left_out_by_all_ranks_alike_up_to_a_ceiling_that_a_resume_knows(folder: Path) -> None:
+    changes = {"optim": {"lr": 1e-3, "max_skipped_steps": 1}, "checkpoint": {"every_steps": 100}}
+    values = shared_settings(folder, "skip", **changes)
+    skipped = run_processes(2, with_a_bad_gradient, values, 4)[0]
+    assert skipped["ending"] == "complete"
+    assert [row["step"] for row in skipped["rows"] if "loss" in row] == [1, 2, 3, 5, 6, 7, 8]
+    assert [row for row in skipped["rows"] if "skipped_steps" in row] == [{"step": 4, "num_steps": 8, "skipped_steps": 1}]
+
+    parts = shared_settings(folder, "skip-parts", **changes)
+    first = run_processes(2, with_a_bad_gradient, parts, 4, 5)[0]
+    assert first["ending"] == "interrupted"
+    with pytest.raises(AssertionError, match="the gradient norm of step 8 is nan"):
+        run_processes(2, with_a_bad_gradient, parts, 1)
+    rest = run_processes(2, run_training, parts)[0]
+    assert losses([first, rest]) == losses([skipped])
+    whole, resumed = weights(skipped["uri"]), weights(rest["uri"])
+    assert all(torch.equal(whole[name], resumed[name]) for name in whole)
+    assert all(tensor.isfinite().all() for tensor in whole.values())

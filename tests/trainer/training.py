@@ -13,7 +13,7 @@ from trainer.inputs import load_sets, read_inputs
 from trainer.model import build_model, load_pretrained
 from trainer.optim import build_optimizer, clip_gradients
 from trainer.packing import Plan, micro_batches
-from trainer.parallel import join_world, shard
+from trainer.parallel import Wish, join_world, shard
 from trainer.storage import open_storage
 from trainer.tokens import Tokens
 from trainer.train import batch_loss, train, train_step
@@ -23,7 +23,7 @@ def run_training(settings: dict[str, Any], stop_at: int | None = None) -> dict[s
     """One whole run as torchrun would start it; asked to stop when `stop_at` is logged, and so stopped two steps later. Rows, ending and final weights."""
     run = RunFile.model_validate({"trainer": settings})
     rows: list[dict[str, Any]] = []
-    with join_world(lambda: stop_at is not None and any(row["step"] == stop_at for row in rows)) as world:
+    with join_world(lambda: Wish.LEAVE if any(row["step"] == stop_at for row in rows) else Wish.NOTHING) as world:
         world.main_first(lambda: check(run))
         ending = train(run, world, rows.append)
     return {"ending": ending, "rows": rows, "uri": run.uri}
@@ -48,7 +48,7 @@ def step_facts(settings: dict[str, Any], keep_gathered: int = parallel.KEEP_GATH
     parallel.KEEP_GATHERED = keep_gathered
     run = RunFile.model_validate({"trainer": settings})
     config = run.trainer
-    with join_world(lambda: False) as world:
+    with join_world(lambda: Wish.NOTHING) as world:
         world.main_first(lambda: check(run))
         model: Any = shard(build_model(Path(config.model.path), config, "sdpa"), world, torch.float32)
         load_pretrained(model, Path(config.model.path))
@@ -74,7 +74,7 @@ def loss_and_gradients(settings: dict[str, Any], packs_of_rows: list[list[int]])
 
     run = RunFile.model_validate({"trainer": settings})
     config = run.trainer
-    with join_world(lambda: False) as world:
+    with join_world(lambda: Wish.NOTHING) as world:
         check(run)
         model: Any = shard(build_model(Path(config.model.path), config, "sdpa"), world, torch.float32)
         load_pretrained(model, Path(config.model.path))

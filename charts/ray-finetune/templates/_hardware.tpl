@@ -67,6 +67,7 @@ pages of 2 MiB aside on a node with EFA.
   "instance_type" .Values.workers.instanceType
   "nodes" (int .Values.workers.nodes)
   "workers" (mul (int .Values.workers.nodes) $perNode)
+  "min_workers" (kindIs "invalid" .Values.workers.minNodes | ternary nil (mul (int .Values.workers.minNodes) $perNode))
   "gpus_per_node" (int $node.gpus)
   "gpu_memory_gib" $node.gpu_memory_gib
   "efa_per_node" (int $node.efa)

@@ -88,6 +88,9 @@ are the schema's. Each check returns nothing or fails.
 {{- fail (printf "workers.memory is %s, but a %s leaves %dMi to pods: write at most %dGi, or leave it out for %s" $workers.memory $workers.instanceType (int64 $row.alloc_mem_mib) (div $row.alloc_mem_mib 1024) (include "ray-finetune.memory" $usable.memory_mib)) -}}
 {{- end -}}
 {{- end -}}
+{{- if gt (int $workers.minNodes) (int $workers.nodes) -}}
+{{- fail (printf "workers.minNodes is %d, but workers.nodes is %d: write at most %d, or leave it out to wait for all" (int $workers.minNodes) (int $workers.nodes) (int $workers.nodes)) -}}
+{{- end -}}
 {{- if lt (int64 $node.cpu_m) (mul 1000 (int $node.gpus)) -}}
 {{- fail (printf "workers.cpu is %s, but each of %d GPUs needs one CPU for its worker: write at least %d" (include "ray-finetune.cpu" $node.cpu_m) (int $node.gpus) (int $node.gpus)) -}}
 {{- end -}}
