@@ -17,6 +17,9 @@ BENCH_ARGS ?=
 
 BIN := .tools/bin
 TOOLS := helm helm4 helm-unittest kubeconform kube-score versitygw toxiproxy actionlint helm-docs
+# What `make cluster` runs: Kubernetes itself, and what a cluster for this chart has beside it.
+KUBERNETES := kube-apiserver kube-controller-manager kube-scheduler kubelet kube-proxy kubectl
+CLUSTER := $(KUBERNETES) etcd containerd containerd-shim-runc-v2 ctr coredns kube-router kuberay-operator kuberay-submitter
 CHART := charts/ray-finetune
 # What the chart is linted with: each environment, and the values files that ct installs.
 VALUES := $(wildcard environments/*/values.yaml $(CHART)/ci/*-values.yaml)
@@ -43,6 +46,28 @@ efa-test: $(BIN)/helm ## Try EFA and NCCL on an environment's nodes, without a r
 .PHONY: new-env
 new-env: .venv/.stamp $(BIN)/helm ## Write a new environment: NAME=research INSTANCE=g6.12xlarge NODES=2
 	@.venv/bin/python tests/tools/new_env.py "$(if $(filter command line,$(origin NAME)),$(NAME))" "$(INSTANCE)" "$(NODES)"
+
+# ---- A cluster on this machine ----------------------------------------------------------------------------------------
+
+# The Go programs take a while to build where nothing is cached.
+.PHONY: cluster
+cluster: .venv/.stamp $(addprefix $(BIN)/,$(CLUSTER) helm versitygw) ## Run a real Kubernetes with KubeRay and an S3 server here (as root, on Debian)
+	@.venv/bin/python tests/cluster/cluster.py up
+
+.PHONY: cluster-down
+cluster-down: ## End that cluster; its images stay in .cluster
+	@.venv/bin/python tests/cluster/cluster.py down
+
+# The image on CPUs: the same Dockerfile and lock on a stand-in of the DLC.
+.PHONY: cluster-image
+cluster-image: cluster
+	@tests/image/build_base.sh
+	@BUILDAH_ISOLATION=chroot $(MAKE) image BUILDER=buildah IMAGE=localhost/ray-finetune BASE_IMAGE=localhost/ray-train-stand-in
+	@.venv/bin/python tests/cluster/cluster.py load localhost/ray-finetune:$(VERSION)
+
+.PHONY: e2e
+e2e: cluster-image ## Install the chart on that cluster, disturb its runs, and see them end well; PYTEST_ARGS='-k head'
+	@.venv/bin/pytest tests/e2e $(PYTEST_ARGS)
 
 # ---- Check -----------------------------------------------------------------------------------------------------------
 
@@ -247,6 +272,27 @@ $(BIN)/registry: tests/tools/release/go.mod tests/tools/release/go.sum
 
 $(BIN)/helm-docs: tests/tools/helm-docs/go.mod tests/tools/helm-docs/go.sum
 	@$(call go-build,helm-docs,github.com/norwoodj/helm-docs/cmd/helm-docs)
+
+$(addprefix $(BIN)/,$(KUBERNETES)): tests/tools/kubernetes/go.mod tests/tools/kubernetes/go.sum
+	@$(call go-build,kubernetes,k8s.io/kubernetes/cmd/$(@F),-X k8s.io/component-base/version.gitVersion=$(call go-version,kubernetes,k8s.io/kubernetes))
+
+$(BIN)/etcd: tests/tools/etcd/go.mod tests/tools/etcd/go.sum
+	@$(call go-build,etcd,go.etcd.io/etcd/server/v3)
+
+$(addprefix $(BIN)/,containerd containerd-shim-runc-v2 ctr): tests/tools/containerd/go.mod tests/tools/containerd/go.sum
+	@$(call go-build,containerd,github.com/containerd/containerd/v2/cmd/$(@F))
+
+$(BIN)/coredns: tests/tools/coredns/go.mod tests/tools/coredns/go.sum
+	@$(call go-build,coredns,github.com/coredns/coredns)
+
+$(BIN)/kube-router: tests/tools/kube-router/go.mod tests/tools/kube-router/go.sum
+	@$(call go-build,kube-router,github.com/cloudnativelabs/kube-router/v2/cmd/kube-router)
+
+$(BIN)/kuberay-operator: tests/tools/kuberay/go.mod tests/tools/kuberay/go.sum
+	@$(call go-build,kuberay,github.com/ray-project/kuberay/ray-operator)
+
+$(BIN)/kuberay-submitter: tests/tools/kuberay/go.mod tests/tools/kuberay/go.sum
+	@$(call go-build,kuberay,github.com/ray-project/kuberay/ray-operator/rayjob-submitter/cmd)
 
 .PHONY: clean
 clean: ## Remove everything that make installs and builds; runs/ stays

@@ -1,7 +1,8 @@
 """Makes torch's CUDA wheel work on a machine without CUDA's libraries, which are several GB: `no_cuda.py TORCH/lib`.
 
 There is no CPU wheel of torch on PyPI, and this one does not load without the libraries that it is linked to. Each gets a
-stand-in there, in which every function answers 100, CUDA's code for "no device": torch then finds no GPU and uses the CPU.
+stand-in there, in which every function answers 100, CUDA's code for "no device", or says so in words: torch then finds no GPU and
+uses the CPU.
 """
 
 import re
@@ -41,10 +42,15 @@ def output(*command: str | Path) -> str:
 def build(library: Path, version: str, functions: list[str]) -> None:
     with tempfile.TemporaryDirectory() as folder:
         source, script = Path(folder, "functions.c"), Path(folder, "versions")
-        source.write_text("".join(f"int {function}(void) {{ return 100; }}\n" for function in functions))
+        source.write_text("".join(map(stand_in, functions)))
         script.write_text(f"{version} {{ *; }};\n")
         options = ["-shared", "-fPIC", "-w", f"-Wl,--soname={library.name},--version-script={script}"]
         subprocess.run(["gcc", *options, "-o", library, source], check=True)
+
+
+def stand_in(function: str) -> str:
+    says = re.search("String|Name", function)
+    return f'const char *{function}(void) {{ return "no device"; }}\n' if says else f"int {function}(void) {{ return 100; }}\n"
 
 
 if __name__ == "__main__":

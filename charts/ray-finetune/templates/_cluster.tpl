@@ -64,7 +64,8 @@ workerGroupSpecs:
 {{- $values := .root.Values -}}
 metadata: {{- include "ray-finetune.podMetadata" . | nindent 2 }}
 spec:
-  restartPolicy: Never
+  {{- /* A network policy takes a moment to know a pod's address, and some refuse it until then: a new pod would come too early again. */}}
+  restartPolicy: OnFailure
   automountServiceAccountToken: false
   {{- include "ray-finetune.imagePullSecrets" .root }}
   {{- include "ray-finetune.headPlacement" . }}

@@ -1,0 +1,66 @@
+"""On the cluster of `make cluster`: a namespace, and a bucket with a small model and rows."""
+
+import json
+import sys
+import zlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+TESTS = Path(__file__).parents[1]
+sys.path += [str(TESTS / "cluster"), str(TESTS / "trainer")]
+
+import cluster  # noqa: E402
+import tiny  # noqa: E402
+from release import BUCKET, NAMESPACE, Release, s3_client  # noqa: E402
+from transformers import AutoModelForCausalLM, Qwen2Config  # noqa: E402
+
+# 1.5 M parameters.
+SHAPE: dict[str, Any] = tiny.SHAPE | {"hidden_size": 128, "intermediate_size": 512, "num_hidden_layers": 6}
+
+
+@pytest.fixture(scope="session")
+def platform(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """The namespace with the S3 server's keys, and what environments/smoke names in the bucket."""
+    assert cluster.running(), "no cluster is up: make cluster"
+    folder = tmp_path_factory.mktemp("data")
+    AutoModelForCausalLM.from_config(Qwen2Config(**SHAPE, tie_word_embeddings=True)).save_pretrained(folder / "model")
+    tiny.build_tokenizer().save_pretrained(folder / "model")
+    (folder / "data").mkdir()
+    tiny.write_rows(folder / "data/train.jsonl", 2000)
+    tiny.write_rows(folder / "data/eval.jsonl", 20, seed=1)
+    (folder / "data/bad.jsonl").write_text('{"messages": "not a list"}\n')
+    s3 = s3_client()
+    if BUCKET not in [each["Name"] for each in s3.list_buckets()["Buckets"]]:
+        s3.create_bucket(Bucket=BUCKET)
+    for path in folder.rglob("*.*"):
+        s3.upload_file(str(path), BUCKET, str(path.relative_to(folder)))
+    names = {"AWS_ACCESS_KEY_ID": cluster.S3["access"], "AWS_SECRET_ACCESS_KEY": cluster.S3["secret"], "AWS_REGION": "us-east-1"}
+    namespace = {"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": NAMESPACE}}
+    secret = {"apiVersion": "v1", "kind": "Secret", "metadata": {"name": "s3", "namespace": NAMESPACE}, "stringData": names}
+    for each in (namespace, secret):
+        cluster.kubectl("apply", "-f", "-", input=json.dumps(each))
+
+
+@pytest.fixture
+def release(platform: None, request: pytest.FixtureRequest) -> Iterator[Release]:
+    """A release of the test's own, gone with it."""
+    release = Release(f"r{zlib.crc32(request.node.name.encode()):x}")
+    yield release
+    release.uninstall()
+
+
+LINES = pytest.StashKey[list[str]]()
+
+
+@pytest.fixture
+def report(request: pytest.FixtureRequest) -> Callable[[str], None]:
+    """Keeps a measured number for the end of the output."""
+    return request.config.stash.setdefault(LINES, []).append
+
+
+def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
+    for line in config.stash.get(LINES, []):
+        terminalreporter.write_line(line)

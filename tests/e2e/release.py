@@ -1,0 +1,126 @@
+"""A Helm release of environments/smoke on the cluster, and what its run leaves in the bucket."""
+
+import json
+import subprocess
+import time
+from collections.abc import Callable
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import boto3
+import cluster
+import yaml
+
+from trainer.config import RunFile
+
+BUCKET = "ray-finetune-smoke"
+NAMESPACE = "e2e"
+VALUES = [cluster.ROOT / "environments/smoke/values.yaml", Path(__file__).parent / "values.yaml"]
+
+
+def s3_client() -> Any:
+    keys = {"aws_access_key_id": cluster.S3["access"], "aws_secret_access_key": cluster.S3["secret"]}
+    return boto3.client("s3", endpoint_url=cluster.S3["endpoint"], region_name="us-east-1", **keys)
+
+
+class Release:
+    def __init__(self, name: str):
+        self.name = name
+        self.s3 = s3_client()
+        self.objects: list[dict[str, Any]] = []
+
+    def install(self, **values: Any) -> None:
+        """`helm upgrade --install`, with `values` over those of the environment."""
+        files = [argument for path in VALUES for argument in ("--values", path)]
+        chart = cluster.ROOT / "charts/ray-finetune"
+        helm("upgrade", "--install", self.name, chart, *files, "--values", "-", input=json.dumps(values))
+        self.objects = list(yaml.safe_load_all(helm("get", "manifest", self.name)))
+
+    def uninstall(self) -> None:
+        helm("uninstall", self.name, "--ignore-not-found", "--wait", "--timeout", "3m")
+
+    # ---- in the cluster ----
+
+    @property
+    def job(self) -> str:
+        """Name of the release's RayJob."""
+        return next(each["metadata"]["name"] for each in self.objects if each["kind"] == "RayJob")
+
+    def status(self) -> dict[str, Any]:
+        return json.loads(kubectl("get", "rayjob", self.job, "--output", "json")).get("status", {})
+
+    def pods(self, component: str) -> list[str]:
+        """Names of the pods of `head`, `worker` or `submitter` that are there."""
+        selector = f"app.kubernetes.io/instance={self.name},app.kubernetes.io/component={component}"
+        return kubectl("get", "pods", "--selector", selector, "--output", "name").split()
+
+    def worker_pods_ever(self) -> set[str]:
+        """Names of all worker pods that this RayJob's clusters have ever had, from the cluster's events."""
+        events = json.loads(kubectl("get", "events", "--output", "json"))["items"]
+        names = {event["involvedObject"]["name"] for event in events if event["involvedObject"]["kind"] == "Pod"}
+        return {name for name in names if name.startswith(self.job) and "-workers-" in name}
+
+    def wait_for_end(self, seconds: float = 300) -> dict[str, Any]:
+        """The RayJob's status once it has ended."""
+        wait("the job's end", lambda: self.status().get("jobDeploymentStatus") in ("Complete", "Failed"), seconds)
+        return self.status()
+
+    # ---- in the bucket ----
+
+    @property
+    def run(self) -> RunFile:
+        return next(RunFile.model_validate_json(each["data"]["run.json"]) for each in self.objects if each["kind"] == "ConfigMap")
+
+    def written(self) -> dict[str, datetime]:
+        """The keys of the run's folder, with the time that each was written."""
+        prefix = self.run.uri.removeprefix(f"s3://{BUCKET}/") + "/"
+        pages = self.s3.get_paginator("list_objects_v2").paginate(Bucket=BUCKET, Prefix=prefix)
+        return {each["Key"].removeprefix(prefix): each["LastModified"] for page in pages for each in page.get("Contents", [])}
+
+    def read(self, key: str) -> bytes:
+        prefix = self.run.uri.removeprefix(f"s3://{BUCKET}/")
+        return self.s3.get_object(Bucket=BUCKET, Key=f"{prefix}/{key}")["Body"].read()
+
+    def outcome(self) -> dict[str, Any]:
+        """How the run ended; `outcome` is None where it has not."""
+        return json.loads(self.read("outcome.json")) if "outcome.json" in self.written() else {"outcome": None}
+
+    def manifests(self) -> dict[str, dict[str, Any]]:
+        """The manifests of the complete checkpoints by key, oldest first."""
+        keys = sorted(key for key in self.written() if key.endswith("/manifest.json"))
+        return {key: json.loads(self.read(key)) for key in keys}
+
+    def steps(self) -> list[int]:
+        """The steps of metrics.jsonl."""
+        rows = map(json.loads, self.read("metrics.jsonl").splitlines())
+        return [row["step"] for row in rows if "loss" in row]
+
+    def wait_for_checkpoint(self, after: int = 0) -> int:
+        """The newest checkpoint's step, once there is one beyond the step `after`."""
+        newest = lambda: max((each["step"] for each in self.manifests().values()), default=0)  # noqa: E731
+        wait(f"a checkpoint after step {after}", lambda: newest() > after)
+        return newest()
+
+
+def wait(what: str, check: Callable[[], bool], seconds: float = 240) -> float:
+    """The seconds that `check` took to come true; an AssertionError after `seconds`."""
+    started = time.monotonic()
+    while not check():
+        assert time.monotonic() - started < seconds, f"no {what} after {seconds:.0f} s"
+        time.sleep(0.5)
+    return time.monotonic() - started
+
+
+def helm(*arguments: Any, input: str | None = None) -> str:
+    return command(cluster.BIN / "helm", "--kubeconfig", cluster.KUBECONFIG, "--namespace", NAMESPACE, *arguments, input=input)
+
+
+def kubectl(*arguments: Any, input: str | None = None) -> str:
+    return command(cluster.BIN / "kubectl", "--kubeconfig", cluster.KUBECONFIG, "--namespace", NAMESPACE, *arguments, input=input)
+
+
+def command(*arguments: Any, input: str | None = None) -> str:
+    done = subprocess.run(list(map(str, arguments)), input=input, capture_output=True, text=True)
+    assert done.returncode == 0, f"{' '.join(map(str, arguments))}: {done.stderr}"
+    return done.stdout
