@@ -223,6 +223,11 @@ def load(reference: str) -> None:
     image = run("buildah", "inspect", "--type", "image", "--format", "{{.FromImageID}}", reference).strip()
     if f"sha256:{image}" in ctr("images", "list", "--quiet").split():
         return
+    lines = [line.split() for line in ctr("images", "list").splitlines()]
+    old = {line[2] for line in lines if line[0] == reference}
+    for line in lines:
+        if line[2] in old:  # its two names: else its layers would stay for ever
+            ctr("images", "remove", line[0])
     archive = FOLDER / "run/image.tar"
     try:
         run("buildah", "push", "--quiet", reference, f"docker-archive:{archive}:{reference}")
