@@ -33,7 +33,7 @@ from trainer.ownership import Ownership
 from trainer.parallel import START_SECONDS, Wish, join_world
 from trainer.progress import Progress
 
-ENDED_SECONDS = 10  # that workers have to leave once one of them has said how the run ends
+ENDED_SECONDS = 5  # that workers have to leave once one of them has said how the run ends
 DRAIN_POLL_SECONDS = 1.0
 RESIZE_SECONDS = 60.0  # between two looks at whether there is room for more workers
 PLACE_SECONDS = 20  # in which workers must find their places where their number is a range; a node may have gone since
