@@ -30,7 +30,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from trainer.config import CheckpointConfig, RunError
 from trainer.optim import set_step
 from trainer.parallel import World
-from trainer.storage import Storage
+from trainer.storage import DamagedError, Storage
 
 MANIFEST = "manifest.json"
 FOLDER = re.compile(r"checkpoints/(step-(\d{8})\.a(\d{4}))/")
@@ -47,10 +47,6 @@ DTYPES = {  # safetensors' names, https://github.com/huggingface/safetensors#for
     torch.uint8: "U8",
     torch.bool: "BOOL",
 }
-
-
-class DamagedError(OSError):
-    """A file of a checkpoint is not the one that was written."""
 
 
 @dataclass(frozen=True)

@@ -39,6 +39,10 @@ OVERLOADED = {"SlowDown", "RequestTimeout", "Throttling", "ThrottlingException",
 T = TypeVar("T")
 
 
+class DamagedError(OSError):
+    """What is stored is not what was written."""
+
+
 class Storage(Protocol):
     """What a run needs of the place it is kept in. A missing key raises FileNotFoundError."""
 
@@ -260,9 +264,14 @@ class S3Storage:
         return self._get(key)
 
     def _get(self, key: str, **arguments: str) -> tuple[bytes, str]:
+        from botocore.exceptions import FlexibleChecksumError
+
         def get() -> tuple[bytes, str]:
             found = self.client.get_object(**self._place(key), **arguments)
-            return found["Body"].read(), found["ETag"].strip('"')
+            try:
+                return found["Body"].read(), found["ETag"].strip('"')
+            except FlexibleChecksumError:
+                raise DamagedError(f"{self.uri}/{key} does not have the checksum that it was stored with") from None
 
         with self._missing(key):
             return self._patiently(get)
@@ -401,9 +410,9 @@ def _in_parallel(work: Callable[[int], T], numbers: range) -> list[T]:
 
 def _may_pass(error: Exception) -> bool:
     """Whether the same request may succeed later: the store is overloaded or out of reach, or credentials are to be renewed."""
-    from botocore.exceptions import ConnectionError, FlexibleChecksumError, HTTPClientError, IncompleteReadError
+    from botocore.exceptions import ConnectionError, HTTPClientError, IncompleteReadError
 
-    unanswered = isinstance(error, (ConnectionError, HTTPClientError, IncompleteReadError, FlexibleChecksumError))
+    unanswered = isinstance(error, (ConnectionError, HTTPClientError, IncompleteReadError))
     answered_badly = _status(error) >= 500 and _code(error) != "NotImplemented"
     return unanswered or answered_badly or _is_of_credentials(error) or _code(error) in OVERLOADED
 

@@ -12,14 +12,14 @@ from typing import Any
 import pytest
 import torch
 from processes import run_processes
-from servers import BadLine, BadServer, bad_line, bad_server, s3_config
+from servers import BadLine, BadServer, bad_line, bad_server, s3_config, s3_server
 from tiny import settings
 from training import run_training
 
 import trainer.storage as module
 from trainer.checkpoint import find_checkpoints
 from trainer.config import StorageConfig
-from trainer.storage import S3Storage, open_storage
+from trainer.storage import DamagedError, S3Storage, open_storage
 
 MIB = 2**20
 CONTENT = bytes(range(256)) * (40 * MIB // 256)  # three parts
@@ -120,6 +120,15 @@ def test_patience_ends_with_the_stores_reason_and_nothing_half_written(server: B
         storage.write_large("big", [memoryview(CONTENT)])
     assert storage.list() == {}
     assert storage.client.list_multipart_uploads(Bucket="runs", Prefix=tmp_path.name).get("Uploads", []) == []
+
+
+def test_content_that_rotted_in_the_store_is_told_at_once(s3_port: int, tmp_path: Path) -> None:
+    with s3_server(tmp_path / "s3") as port:
+        storage = store(f"http://127.0.0.1:{port}", tmp_path)
+        storage.write("small", b"abc")
+        (tmp_path / "s3" / "runs" / tmp_path.name / "small").write_bytes(b"abd")
+        with pytest.raises(DamagedError, match="does not have the checksum that it was stored with"):
+            storage.read("small")
 
 
 @pytest.fixture(params=["file", "container"])
