@@ -90,13 +90,12 @@ def main() -> None:
         gc.freeze()
         loop = Loop(step)
         loop.run(lambda count: count < 4)  # compiles; the buffer is made ready meanwhile, as in a run
+        size = sum(shard.num_bytes for shard in checkpoints.shards.values())
+        print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, {size / 1e9:.1f} GB\n")
+        print(
+            "| save | stalled s | written after s | tokens/s before | tokens/s while writing | share |\n|---|---|---|---|---|---|"
+        )
         rows = [*ours(loop, checkpoints, optimizer), *torchs(loop, model, optimizer, folder)]
-    size = sum(shard.num_bytes for shard in checkpoints.shards.values())
-    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, {size / 1e9:.1f} GB\n")
-    print("| save | stalled s | written after s | tokens/s before | tokens/s while writing | share |\n|---|---|---|---|---|---|")
-    for name, stall, written, before, during in rows:
-        figures = f"{during:,.0f} | {during / before:.1%}" if during else "- | -"
-        print(f"| {name} | {stall:.2f} | {written:.1f} | {before:,.0f} | {figures} |")
     shutil.rmtree(folder)
     missed = misses(rows)
     print("\n".join(missed) or "all goals are met")
@@ -104,6 +103,13 @@ def main() -> None:
 
 
 Row = tuple[str, float, float, float, float | None]
+
+
+def shown(name: str, stall: float, written: float, before: float, during: float | None) -> Row:
+    """A row of the table, which is printed at once: a run that is cut short has shown what it measured."""
+    figures = f"{during:,.0f} | {during / before:.1%}" if during else "- | -"
+    print(f"| {name} | {stall:.2f} | {written:.1f} | {before:,.0f} | {figures} |", flush=True)
+    return name, stall, written, before, during
 
 
 def ours(loop: Loop, checkpoints: Any, optimizer: Any) -> list[Row]:
@@ -116,7 +122,7 @@ def ours(loop: Loop, checkpoints: Any, optimizer: Any) -> list[Row]:
         during = loop.run(lambda count: checkpoints.upload.is_alive())
         checkpoints.finish()
         assert before
-        rows.append((f"ours, number {number + 1}", stall, time.perf_counter() - began, before, during))
+        rows.append(shown(f"ours, number {number + 1}", stall, time.perf_counter() - began, before, during))
     checkpoints.storage.delete(list(checkpoints.storage.list()))
     return rows
 
@@ -135,7 +141,7 @@ def torchs(loop: Loop, model: Any, optimizer: Any, folder: Path) -> list[Row]:
     before = loop.run(lambda count: count < QUIET_STEPS)
     assert before
     stall, _ = loop.stalled(lambda: dcp.save(state, checkpoint_id=str(folder / "dcp")))
-    rows.append(("torch save", stall, 0.0, before, None))
+    rows.append(shown("torch save", stall, 0.0, before, None))
     for number in range(2):
         shutil.rmtree(folder / "dcp", ignore_errors=True)
         optimizer.zero_grad(set_to_none=True)
@@ -143,7 +149,7 @@ def torchs(loop: Loop, model: Any, optimizer: Any, folder: Path) -> list[Row]:
         began = time.perf_counter()
         during = loop.run(lambda count, writing=writing: not writing.done())
         writing.result()
-        rows.append((f"torch async_save, number {number + 1}", stall, time.perf_counter() - began, before, during))
+        rows.append(shown(f"torch async_save, number {number + 1}", stall, time.perf_counter() - began, before, during))
     return rows
 
 
