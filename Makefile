@@ -200,7 +200,7 @@ tools: .venv/.stamp $(addprefix $(BIN)/,$(TOOLS)) ## Install everything that the
 
 .venv/.stamp: requirements.lock pyproject.toml | .venv/bin/uv
 	@echo "Installing the Python packages of requirements.lock into .venv"
-	@.venv/bin/uv pip sync --quiet --system-certs --python .venv/bin/python --require-hashes requirements.lock
+	@.venv/bin/uv pip sync --quiet --system-certs --python .venv/bin/python --require-hashes --compile-bytecode requirements.lock
 	@.venv/bin/uv pip install --quiet --system-certs --python .venv/bin/python --no-deps --no-build-isolation --editable .
 	@touch $@
 
