@@ -84,6 +84,18 @@ def _masked(sample: list[torch.Tensor], mask: torch.Tensor) -> list[torch.Tensor
     return [x[0].transpose(0, 1) for x in (out, *torch.autograd.grad(out, leaves, grad))]
 
 
+def describe_kernels(chosen: str, heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype, device: torch.device) -> str:
+    """The attention that `chosen` stands for, in words; tries cuDNN's kernels."""
+    if chosen != VARLEN:
+        return f"attention by {chosen}"
+    found = [
+        what
+        for kernel, what in ((WHOLE, "whole sequences"), (PACKED, "packed rows"))
+        if _agrees(kernel, heads, kv_heads, head_dim, dtype, device)
+    ]
+    return f"attention by cuDNN for {' and '.join(found)}, else FlashAttention" if found else "attention by FlashAttention"
+
+
 # ---- documents ----
 
 

@@ -38,6 +38,24 @@ def config(
 
 
 @app.command()
+def plan(
+    run: RunOption = None,
+    config: ConfigOption = None,
+    sets: SetOption = None,
+    nodes: Annotated[
+        int | None, typer.Option("--nodes", min=1, help="Nodes of each type; the run's own number if left out.")
+    ] = None,
+    prices: Annotated[
+        list[str] | None, typer.Option("--price", metavar="TYPE=USD", help="Price of an instance type's hour; may be given again.")
+    ] = None,
+) -> None:
+    """Print memory, speed, hours and cost on each EC2 instance type, as estimated; refuse the run's own where it cannot fit."""
+    from trainer.plan import plan as planned
+
+    print(planned(_load(run, config, sets or [], 1), nodes, dict(map(_price, prices or []))))
+
+
+@app.command()
 def preflight(run: RunOption = None, config: ConfigOption = None, sets: SetOption = None, workers: WorkersOption = 1) -> None:
     """Check settings, storage, model and data on a CPU, as training does before it asks for workers."""
     from trainer import driver
@@ -71,6 +89,14 @@ def _load(run: Path | None, config: Path | None, sets: list[str], workers: int) 
     from trainer.quickstart import quickstart
 
     return quickstart(sets)
+
+
+def _price(text: str) -> tuple[str, float]:
+    name, _, price = text.partition("=")
+    try:
+        return name, float(price)
+    except ValueError:
+        raise InputError(f"--price {text}: write the instance type and dollars an hour, such as g6.12xlarge=4.6") from None
 
 
 def _local(workers: int) -> Hardware:

@@ -167,8 +167,8 @@ class BatchConfig(Settings):
     sequences: int = Field(default=8, ge=1)
     """Packed sequences in one optimiser step, over all workers together."""
 
-    micro_batch: int = Field(default=1, ge=1)
-    """Sequences that one worker runs at once; the rest of its share is accumulated."""
+    micro_batch: int | None = Field(default=None, ge=1)
+    """Sequences that one worker runs at once, the rest of its share one after another; null means what is fastest in the GPU's memory."""
 
 
 class OptimConfig(Settings):
@@ -306,6 +306,9 @@ class TrainerConfig(Settings):
     attention: Literal["auto", "sdpa", "eager", "flash_attention_2"] = "auto"
     """Attention kernel; `auto` is torch's variable-length kernels on a GPU where they fit the model, else sdpa with a mask."""
 
+    recompute_blocks: int | None = Field(default=None, ge=0)
+    """Blocks of the model that make their activations again in the backward pass; null means as few as the GPU's memory allows."""
+
     compile: bool | None = None
     """Compile the model's blocks with torch.compile; null means on a GPU where there is a C compiler for it."""
 
@@ -361,7 +364,13 @@ class TrainerConfig(Settings):
                 "on_change",
             }
         )
-        del result["batch"]["micro_batch"], result["attention"], result["compile"], result["optim"]["max_skipped_steps"]
+        del (
+            result["batch"]["micro_batch"],
+            result["recompute_blocks"],
+            result["attention"],
+            result["compile"],
+            result["optim"]["max_skipped_steps"],
+        )
         if self.best and (self.best.export or self.best.patience):  # then the evaluations decide on the weights
             result["best"] = self.best.model_dump() | {"every_steps": self.evaluate.every_steps}
         result["order_version"] = ORDER_VERSION

@@ -62,7 +62,8 @@ class Control:
 
     def add(self, row: dict[str, Any]) -> None:
         self.rows.append(row)
-        self.failures = []  # those before it were mended
+        if "step" in row:
+            self.failures = []  # those before it were mended
 
     def leaving(self) -> bool:
         """Whether the workers shall save and leave."""

@@ -287,8 +287,8 @@ def train_or_advise(run: RunFile, world: Any, report: Callable[[dict[str, Any]],
     try:
         return train(run, world, report)
     except torch.OutOfMemoryError as error:
-        size = f"batch.micro_batch {run.trainer.batch.micro_batch} and data.sequence_length {run.trainer.data.sequence_length}"
-        reason = str(error).partition(". ")[0]
+        size, reason = run.trainer.batch.micro_batch, str(error).partition(". ")[0]
+        lower = f"lower batch.micro_batch from {size}" if (size or 0) > 1 else "set batch.micro_batch to 1"
         raise RunError(
-            f"the memory of worker {world.rank}'s GPU is too small for {size} ({reason}); lower one, or take more workers"
+            f"the memory of worker {world.rank}'s GPU is too small ({reason}); {lower}, lower data.sequence_length, or take more workers"
         ) from None

@@ -7,9 +7,10 @@ import torch
 from torch.nn.functional import cross_entropy, linear, pad
 from torch.utils._triton import has_triton
 
-MULTIPLE = 64  # supervised tokens of a micro-batch are filled up to a multiple of it, for the matrix kernels
+from trainer.estimate import HEAD_MULTIPLE, head_chunk
+
+MULTIPLE = HEAD_MULTIPLE  # supervised tokens of a micro-batch are filled up to a multiple of it
 CPU_CHUNK = 1024  # tokens whose logits exist at once on a CPU
-GPU_SHARE = 0.01  # ... and on a GPU as many as fill this share of its memory
 
 
 @dataclass(frozen=True)
@@ -58,8 +59,7 @@ def chunk_size(count: int, vocabulary: int, device: torch.device) -> int:
     """Tokens a chunk: of `count` tokens equal parts, as few as memory allows."""
     largest = CPU_CHUNK
     if device.type == "cuda":
-        bytes_free = GPU_SHARE * torch.cuda.get_device_properties(device).total_memory
-        largest = max(MULTIPLE, 1 << int(bytes_free / (2 * vocabulary)).bit_length() - 1)
+        largest = head_chunk(vocabulary, torch.cuda.get_device_properties(device).total_memory)
     chunks = -(-count // largest)
     return -(-count // (chunks * MULTIPLE)) * MULTIPLE
 
@@ -132,6 +132,7 @@ class _HeadLoss(torch.autograd.Function):
                 _add_product(d_weight, d_logits, hidden[part])
             if d_bias is not None:
                 d_bias += d_logits.sum(0, dtype=torch.float32)
+            del d_logits  # before the next chunk's logits
         ctx.gradients, ctx.dtype = (d_hidden, d_weight, d_bias), weight.dtype
         return total
 

@@ -8,19 +8,10 @@ from typing import Any
 
 import torch
 
-from trainer.parallel import World
+from trainer.estimate import find_gpu
+from trainer.parallel import World, seconds_between
 from trainer.storage import Storage
 
-# Dense bf16 peak in FLOP/s, from NVIDIA's data sheets (without sparsity), by the start of the device's name.
-PEAK_FLOPS = {
-    "NVIDIA H200": 989e12,
-    "NVIDIA H100": 989e12,
-    "NVIDIA B200": 2250e12,
-    "NVIDIA A100": 312e12,
-    "NVIDIA L40S": 362e12,
-    "NVIDIA L4": 121e12,
-    "NVIDIA A10G": 70e12,
-}
 FLUSH_SECONDS = 10  # metrics.jsonl is written whole, as S3 cannot append: not at every step
 
 
@@ -37,9 +28,8 @@ def mfu(tokens_per_second: float, flops_of_token: float, device: torch.device, n
     """Share of the devices' peak that `tokens_per_second` of all of them together uses; None for an unknown device."""
     if device.type != "cuda":
         return None
-    name = torch.cuda.get_device_name(device)
-    peak = next((flops for start, flops in PEAK_FLOPS.items() if name.startswith(start)), None)
-    return tokens_per_second * flops_of_token / (peak * num_devices) if peak else None
+    gpu = find_gpu(torch.cuda.get_device_name(device))
+    return tokens_per_second * flops_of_token / (gpu.flops * num_devices) if gpu else None
 
 
 def _peak_memory(device: torch.device) -> float | None:
@@ -55,21 +45,23 @@ class Meter:
         count = sum(parameter.numel() for parameter in model.parameters())
         self.flops = flops_per_token(count, shape.num_hidden_layers, shape.hidden_size, sequence_length)
         self.num_steps, self.world = num_steps, world
-        self.tokens, self.steps, self.since = 0, 0, time.perf_counter()
         self.seconds_per_step: float | None = None
+        self.pause()
 
-    def step(self, tokens: int) -> None:
+    def step(self, tokens: int, ended: Any) -> None:
+        """Takes note of a step of `tokens` that ended at that moment of the world's."""
         self.tokens += tokens
         self.steps += 1
+        self.latest = ended
 
     def row(self, step: int, **values: float) -> dict[str, Any]:
-        """One line of metrics.jsonl; reading the values has waited for the device, so the clock is true."""
-        now = time.perf_counter()
-        speed = self.tokens / (now - self.since)
+        """One line of metrics.jsonl, by the device's clock: the CPU is told of a step's end late, or waits for nothing."""
+        elapsed = seconds_between(self.since, self.latest)
+        speed = self.tokens / elapsed
         # Smoothed, so that the time left does not jump.
-        latest = (now - self.since) / self.steps
+        latest = elapsed / self.steps
         self.seconds_per_step = latest if self.seconds_per_step is None else 0.7 * self.seconds_per_step + 0.3 * latest
-        self.tokens, self.steps, self.since = 0, 0, now
+        self.tokens, self.steps, self.since = 0, 0, self.latest
         return {
             "step": step,
             "num_steps": self.num_steps,
@@ -83,7 +75,7 @@ class Meter:
 
     def pause(self) -> None:
         """Starts the clock again after work that is not training."""
-        self.tokens, self.steps, self.since = 0, 0, time.perf_counter()
+        self.tokens, self.steps, self.since = 0, 0, self.world.now()
 
 
 class Journal:

@@ -1,4 +1,4 @@
-"""AdamW, the learning rate as a function of the step, and the clipped norm of the whole model's gradient."""
+"""AdamW, the learning rate as a function of the step, and the norm of the whole model's gradient."""
 
 import math
 
@@ -51,14 +51,19 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
         group["lr"] = lr
 
 
-def guarded_step(optimizer: torch.optim.Optimizer, norm: torch.Tensor) -> None:
-    """One step, which the device itself leaves out where the gradient's norm is no number: nobody has to wait to see."""
-    optimizer.found_inf = norm.isfinite().logical_not().float()  # type: ignore[attr-defined]  # what GradScaler gives fused AdamW
+def guarded_step(optimizer: torch.optim.Optimizer, norm: torch.Tensor, clip_norm: float | None) -> None:
+    """One step, its gradient scaled down from `norm` to `clip_norm` as it is read: a pass of its own over it would cost more.
+
+    The device itself leaves the step out where the norm is no number: nobody has to wait to see.
+    """
+    # What GradScaler gives fused AdamW, which divides the gradients by the scale.
+    optimizer.found_inf = norm.isfinite().logical_not().float()  # type: ignore[attr-defined]
+    optimizer.grad_scale = None if clip_norm is None else (norm / clip_norm).clamp(min=1).float()  # type: ignore[attr-defined]
     optimizer.step()
 
 
-def clip_gradients(model: nn.Module, clip_norm: float | None) -> torch.Tensor:
-    """Scales all gradients down to `clip_norm` and returns their L2 norm before, over all shards of all ranks."""
-    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), math.inf if clip_norm is None else clip_norm)
+def gradient_norm(model: nn.Module) -> torch.Tensor:
+    """L2 norm of all gradients, over all shards of all ranks."""
+    norm = torch.nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None])
     # A DTensor norm is a promise of a sum: read as it is, it would be this rank's part only.
     return norm.full_tensor() if isinstance(norm, DTensor) else norm

@@ -149,7 +149,7 @@ def micro_batches(
 
     Every rank gets the same number of micro-batches, filled up with empty sequences that weigh nothing.
     """
-    count, length = config.batch.micro_batch, config.data.sequence_length
+    count, length = config.batch.micro_batch or 1, config.data.sequence_length
     share = -(-len(packs) // size)
     share = -(-share // count) * count
     mine = range(rank, share * size, size)

@@ -3,6 +3,7 @@
 import contextlib
 import enum
 import faulthandler
+import functools
 import math
 import os
 import shutil
@@ -22,11 +23,13 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.distributed_c10d import _set_pg_timeout
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 from torch.utils._triton import has_triton
+from torch.utils.checkpoint import checkpoint
 
 from trainer.config import TrainerConfig
+from trainer.estimate import Gathered
 
-# Weights that fit this many bytes when gathered stay so from forward to backward: one of a step's three transfers less.
-KEEP_GATHERED = 4 * 2**30
+# What is called of a model, so that its weights must be ready there.
+METHODS = ("forward", "supervised_loss", "supervised_scores", "plain_logits")
 START_SECONDS = 7200  # that ranks wait for one another until the first step has ended: some may download or compile
 WATCHDOG_SHARE = 1.2  # of `hang_seconds`
 
@@ -84,6 +87,14 @@ class World:
         if self.watchdog:
             _set_pg_timeout(timedelta(seconds=self.watchdog.seconds))
 
+    def now(self) -> Any:
+        """The moment when the device has done what it was given so far, for `seconds_between`."""
+        if self.device.type != "cuda":
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
     def alive(self) -> None:
         """Tells the watchdog that this process goes on: another such piece of work must end within its time."""
         if self.watchdog:
@@ -113,6 +124,11 @@ class World:
         if outcome[1] is not None:
             raise outcome[1]
         return outcome[0]
+
+
+def seconds_between(earlier: Any, later: Any) -> float:
+    """Seconds from one moment of `World.now` to another, which the device must have reached."""
+    return later - earlier if isinstance(later, float) else earlier.elapsed_time(later) / 1000
 
 
 class Reading:
@@ -211,27 +227,115 @@ def compile_blocks(model: Any, config: TrainerConfig, device: torch.device) -> N
     model.is_compiled = True
 
 
-def shard(model: Any, world: World, dtype: torch.dtype) -> Any:
-    """Shards a model on the meta device, block by block, and gives every rank the memory of its own shards only.
+def recompute(model: Any, count: int) -> None:
+    """Has the first `count` blocks keep nothing for the backward pass but what they were given."""
 
-    Gradients are reduced in float32.
+    def contexts() -> tuple[Any, Any]:
+        return contextlib.nullcontext(), model.computing()  # the backward pass runs outside the model
+
+    for module in blocks(model)[:count]:
+        module.forward = functools.partial(checkpoint, module.forward, use_reentrant=False, context_fn=contexts)
+
+
+def shard(model: Any, world: World, dtype: torch.dtype, gathered: Gathered = "pass") -> Any:
+    """Gives a model on the meta device memory for this rank's part of it: its shards, block by block, or alone all of it.
+
+    Parameters are float32 and the computation is of type `dtype`; gradients are reduced in float32. `model.computing()`
+    is what a block must run in where nobody else sees to its parameters' type, `model.gathered` how long weights stay so.
     """
+    model.copies, model.computing, model.gathered = None, contextlib.nullcontext, gathered
+    if world.size == 1:
+        materialize(model, world.device)
+        model.tie_weights()  # which lost each other on their way from the meta device
+        if dtype != torch.float32:
+            model.copies = Copies(model, dtype)
+            model.computing = model.copies.in_place
+            for name in METHODS:
+                setattr(model, name, _within(model.computing, getattr(model, name)))
+        return model
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
-    reshard = sum(parameter.numel() for parameter in model.parameters()) * dtype.itemsize > KEEP_GATHERED
     for module in blocks(model):
-        fully_shard(module, mesh=world.mesh, mp_policy=policy, reshard_after_forward=reshard)
+        fully_shard(module, mesh=world.mesh, mp_policy=policy, reshard_after_forward=gathered == "block")
     fully_shard(model, mesh=world.mesh, mp_policy=policy)
-    for method in ("supervised_loss", "supervised_scores", "plain_logits"):
-        register_fsdp_forward_method(model, method)
+    for name in METHODS[1:]:
+        register_fsdp_forward_method(model, name)
     materialize(model, world.device)
     return model
 
 
-def accumulate(model: Any, world: World, last: bool) -> None:
-    """Alone, weights stay cast and gradients unreduced between the micro-batches of a step: there is nobody to share with."""
-    if world.size == 1:
+class Copies:
+    """A model's parameters once more, in the type that it computes in; the modules hold them while `in_place`.
+
+    It stands in for FSDP where there is nobody to share with: that would copy weights and gradients three times more.
+    Gradients are summed in float32 where the optimizer looks for them, in the parameters' own `grad`.
+    """
+
+    def __init__(self, model: nn.Module, dtype: torch.dtype):
+        self.dtype = dtype
+        self.parameters = list(model.parameters())
+        self.copies: list[nn.Parameter] = []
+        self.fresh = False
+        places = {id(parameter): number for number, parameter in enumerate(self.parameters)}
+        self.slots = [
+            (module._parameters, name, places[id(parameter)])
+            for module in model.modules()
+            for name, parameter in module._parameters.items()
+            if parameter is not None
+        ]
+
+    @contextlib.contextmanager
+    def in_place(self) -> Iterator[None]:
+        self._refresh()
+        before = [holder[name] for holder, name, _ in self.slots]
+        for holder, name, number in self.slots:
+            holder[name] = self.copies[number]
+        try:
+            yield
+        finally:
+            for (holder, name, _), parameter in zip(self.slots, before, strict=True):
+                holder[name] = parameter
+
+    def _refresh(self) -> None:
+        if not self.copies:
+            self.copies = [nn.Parameter(p.detach().to(self.dtype), requires_grad=p.requires_grad) for p in self.parameters]
+            for copy, parameter in zip(self.copies, self.parameters, strict=True):
+                if copy.requires_grad:
+                    copy.register_post_accumulate_grad_hook(functools.partial(_hand_over, parameter))
+        elif not self.fresh:
+            torch._foreach_copy_([copy.detach() for copy in self.copies], [p.detach() for p in self.parameters])
+        self.fresh = True
+
+
+def _hand_over(parameter: nn.Parameter, copy: torch.Tensor) -> None:
+    """Adds a copy's gradient to the parameter's."""
+    assert copy.grad is not None
+    if parameter.grad is None:
+        parameter.grad = copy.grad.float()
+    else:
+        parameter.grad.add_(copy.grad)
+    copy.grad = None
+
+
+def _within(context: Callable[[], Any], method: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(method)
+    def inside(*arguments: Any, **named: Any) -> Any:
+        with context():
+            return method(*arguments, **named)
+
+    return inside
+
+
+def begin_pass(model: Any, last: bool) -> None:
+    """Before each of a step's micro-batches: until the `last`, weights that stay for a step are kept and gradients not reduced."""
+    if isinstance(model, FSDPModule) and model.gathered == "step":
         model.set_requires_gradient_sync(last)
         model.set_reshard_after_backward(last)
+
+
+def weights_changed(model: Any) -> None:
+    """Has the next forward pass see what the optimizer has done."""
+    if model.copies:
+        model.copies.fresh = False
 
 
 def free_gathered(model: nn.Module) -> None:

@@ -43,7 +43,9 @@ class Progress:
                 self._draw()
 
     def row(self, row: dict[str, Any]) -> None:
-        """Shows a row of metrics.jsonl."""
+        """Shows a row of metrics.jsonl, or what a worker has to say."""
+        if "say" in row:
+            return self.say(row["say"])
         if "loss" in row and row["step"] > self.step:
             self._stepped(row)
         self.step = max(self.step, row["step"])
@@ -54,14 +56,14 @@ class Progress:
         if "exported_step" in row:
             self.exported = {"step": row["exported_step"], "best": row["best"]}
         if "loss" not in row or self.silent:
-            return
+            return None
         width = len(str(row["num_steps"]))
         used = f"  mfu {row['mfu']:.1%}" if row["mfu"] else ""
         self.shown = (
             f"step {row['step']:>{width}}/{row['num_steps']}  loss {row['loss']:.3f}  lr {row['lr']:.1e}  "
             f"{row['tokens_per_second']:,.0f} tokens/s{used}  {clock(row['seconds_left'])} left"
         )
-        self._draw()
+        return self._draw()
 
     def _stepped(self, row: dict[str, Any]) -> None:
         """Notes a new step, and whether it is the first one of the workers that began last."""

@@ -16,13 +16,26 @@ from transformers import AutoConfig
 from trainer.attention import choose_attention
 from trainer.best import Best
 from trainer.checkpoint import Checkpoints
-from trainer.config import RunError, RunFile, TrainerConfig
+from trainer.choices import decide
+from trainer.config import Hardware, RunError, RunFile, TrainerConfig
 from trainer.inputs import Sets, load_sets, read_inputs
 from trainer.metrics import Journal, Meter
 from trainer.model import answer, build_model, check_head, export, fetch_model, load_pretrained, load_tokenizer, loss_inputs
-from trainer.optim import build_optimizer, clip_gradients, guarded_step, learning_rate, set_learning_rate
+from trainer.optim import build_optimizer, gradient_norm, guarded_step, learning_rate, set_learning_rate
 from trainer.packing import MicroBatch, Plan, micro_batches, num_tokens, pack, total_weight
-from trainer.parallel import Reading, Watchdog, Wish, World, accumulate, compile_blocks, compute_type, free_gathered, shard
+from trainer.parallel import (
+    Reading,
+    Watchdog,
+    Wish,
+    World,
+    begin_pass,
+    compile_blocks,
+    compute_type,
+    free_gathered,
+    recompute,
+    shard,
+    weights_changed,
+)
 from trainer.storage import open_storage
 from trainer.tokens import Tokens
 
@@ -30,7 +43,7 @@ Ending = Literal["complete", "interrupted"]
 
 
 def train(run: RunFile, world: World, report: Callable[[dict[str, Any]], None]) -> Ending:
-    """Trains until the run's end or until someone asks to stop; `report` is told of every row of metrics.jsonl."""
+    """Trains until the run's end or until someone asks to stop; `report` is told of every row of metrics.jsonl, and what was picked."""
     config = run.trainer
     storage = open_storage(run.uri, config.storage)
     inputs = read_inputs(storage)
@@ -39,7 +52,7 @@ def train(run: RunFile, world: World, report: Callable[[dict[str, Any]], None]) 
     sets = load_sets(config, inputs)
     plan = Plan(sets.train, config)
 
-    model = make_model(folder, config, world)
+    model, config = make_model(folder, config, run.hardware, world, lambda line: report({"say": line}))
     optimizer = build_optimizer(model, config.optim)
     checkpoints = Checkpoints(storage, config.checkpoint, world, model, optimizer)
     step = checkpoints.restore()
@@ -75,7 +88,7 @@ def train(run: RunFile, world: World, report: Callable[[dict[str, Any]], None]) 
         torch.manual_seed(config.seed + step * world.size + world.rank)  # dropout, where a model has it
         loss, norm = train_step(model, optimizer, sets.train, packs, config, world)
         under_way.finish()  # the step before, while the device works on this one
-        under_way.add(step, lr, num_tokens(sets.train, packs), world.sum_later(loss), Reading(norm))
+        under_way.add(step, lr, num_tokens(sets.train, packs), world.now(), world.sum_later(loss), Reading(norm))
 
         wish = world.wish()
         over = step == plan.num_steps
@@ -102,6 +115,7 @@ def train(run: RunFile, world: World, report: Callable[[dict[str, Any]], None]) 
         measure(step, samples=config.best is None)
     if config.best:
         exported = best_weights(step, best, checkpoints)
+        weights_changed(model)
         journal.add({"step": step, "num_steps": plan.num_steps, "exported_step": exported, "best": best.facts})
         measure(exported, samples=True)
     world.main_first(checkpoints.check_newest)
@@ -110,13 +124,17 @@ def train(run: RunFile, world: World, report: Callable[[dict[str, Any]], None]) 
     return "complete"
 
 
-def make_model(folder: Path, config: TrainerConfig, world: World) -> Any:
-    """The model over all ranks, without its weights, with the attention and the compilation that the device is good for."""
+def make_model(
+    folder: Path, config: TrainerConfig, hardware: Hardware, world: World, say: Callable[[str], None] = print
+) -> tuple[Any, TrainerConfig]:
+    """The model over all ranks, without its weights, made for the device, and the settings with what that decided."""
     dtype = compute_type(config, world.device)
     attention = choose_attention(AutoConfig.from_pretrained(folder), config, world.device, dtype)
     model = build_model(folder, config, attention)
     compile_blocks(model, config, world.device)
-    return shard(model, world, dtype)
+    config, choice = decide(model, config, hardware, dtype, world, say)
+    recompute(model, choice.recomputed)
+    return shard(model, world, dtype, choice.gathered), config
 
 
 def best_weights(step: int, best: Best, checkpoints: Checkpoints) -> int:
@@ -140,7 +158,7 @@ class UnderWay:
         self.first = True  # of this attempt, which is always logged: it says that the run goes on
         self.finish_step: Callable[[bool], None] | None = None
 
-    def add(self, step: int, lr: float, tokens: int, loss: Reading, norm: Reading) -> None:
+    def add(self, step: int, lr: float, tokens: int, ended: Any, loss: Reading, norm: Reading) -> None:
         def finish(log: bool) -> None:
             values = {"loss": loss.values()[0], "grad_norm": norm.values()[0], "lr": lr}
             if not math.isfinite(values["grad_norm"]) and self.skipped_steps < self.config.optim.max_skipped_steps:
@@ -149,7 +167,7 @@ class UnderWay:
                 return
             finite(step, "gradient norm", values["grad_norm"])
             finite(step, "loss", values["loss"])
-            self.meter.step(tokens)
+            self.meter.step(tokens, ended)
             if log or self.first or step % self.config.log_every_steps == 0:
                 self.record(self.meter.row(step, **values))
             self.first = False
@@ -181,12 +199,13 @@ def train_step(
     weight = 1 / total_weight(tokens, packs)
     batches = list(micro_batches(tokens, packs, config, world.rank, world.size))
     for number, batch in enumerate(batches, start=1):
-        accumulate(model, world, last=number == len(batches))
+        begin_pass(model, last=number == len(batches))
         loss = batch_loss(model, batch, world) * weight
         (loss * world.size).backward()
         total += loss.detach()
-    norm = clip_gradients(model, config.optim.clip_norm)
-    guarded_step(optimizer, norm)
+    norm = gradient_norm(model)
+    guarded_step(optimizer, norm, config.optim.clip_norm)
+    weights_changed(model)
     return total, norm
 
 

@@ -24,22 +24,26 @@ STARTED = time.time()
 ROOT = Path(__file__).parents[2]
 LENGTH = 4096
 WARM_UP = 4
-BARE = {"attention": "sdpa", "compile": False, "triton": False, "accumulate": False, "micro_batch": 4}
+BARE = {"attention": "sdpa", "compile": False, "triton": False, "micro_batch": 4}
 CASES: dict[str, dict[str, Any]] = {
     "full": {},
     "chat": {"rows": "chat"},
     # From the bare step to `full`, one change after the other.
     "bare: sdpa, not compiled, micro-batch 4": BARE,
     "+ FlashAttention 2 by lengths": BARE | {"attention": "auto", "cudnn": False},
-    "+ compiled blocks, micro-batch 8": {"cudnn": False, "triton": False, "accumulate": False},
-    "+ cuDNN attention": {"triton": False, "accumulate": False},
-    "+ cross entropy in Triton": {"accumulate": False},
+    "+ compiled blocks, micro-batch 8": {"cudnn": False, "triton": False},
+    "+ cuDNN attention": {"triton": False},
     # One thing left out, or changed.
     "chat, FlashAttention 2 instead of cuDNN": {"rows": "chat", "cudnn": False},
     "chat, sdpa with a mask": {"rows": "chat", "attention": "sdpa", "micro_batch": 4},
     "full, waiting for each step": {"wait": True},
     "full, 32 sequences a step": {"sequences": 32},
     "full, micro-batch 4": {"micro_batch": 4},
+    "full, inductor: coordinate descent": {"inductor": {"coordinate_descent_tuning": True}},
+    "full, inductor: pointwise kernels autotuned": {"inductor": {"max_autotune_pointwise": True}},
+    "full, inductor: no persistent reductions": {"inductor": {"triton.persistent_reductions": False}},
+    "full, inductor: multi-kernel": {"inductor": {"triton.multi_kernel": 1}},
+    "full, cublasLt": {"blas": "cublaslt"},
 }
 
 
@@ -56,7 +60,7 @@ def settings(case: dict[str, Any]) -> Any:
         "name": "speed",
         "model": {"path": str(folder)},
         "data": {"train": "-", "sequence_length": LENGTH},
-        "batch": {"sequences": case.get("sequences", 16), "micro_batch": case.get("micro_batch", 8)},
+        "batch": {"sequences": case.get("sequences", 16), "micro_batch": case.get("micro_batch")},
     }
     return TrainerConfig.model_validate(values | {key: case[key] for key in ("attention", "compile") if key in case})
 
@@ -65,10 +69,12 @@ def measure(case: dict[str, Any], num_steps: int, profile: bool) -> dict[str, An
     import gc
 
     import torch
+    import torch._inductor.config
 
     import trainer.attention
     import trainer.loss
     import trainer.train
+    from trainer.config import Hardware
     from trainer.metrics import flops_per_token, mfu
     from trainer.optim import build_optimizer
     from trainer.packing import num_tokens, total_weight
@@ -80,17 +86,18 @@ def measure(case: dict[str, Any], num_steps: int, profile: bool) -> dict[str, An
         trainer.attention._kernel = lambda *_: trainer.attention.FLASH
     if not case.get("triton", True):
         trainer.loss.has_triton = lambda: False
-    if not case.get("accumulate", True):
-        trainer.train.accumulate = lambda *_, **__: None
+
+    for name, value in case.get("inductor", {}).items():
+        torch._inductor.config.__setattr__(name, value)
+    if "blas" in case:
+        torch.backends.cuda.preferred_blas_library(case["blas"])
 
     with join_world(lambda: Wish.NOTHING) as world:
-        model = make_model(Path(config.model.path), config, world)
+        model, config = make_model(Path(config.model.path), config, Hardware(), world)
         shape = model.config
         torch.manual_seed(0)
         for parameter in model.parameters():
-            torch.nn.init.normal_(parameter.to_local(), std=0.02) if parameter.ndim > 1 else torch.nn.init.ones_(
-                parameter.to_local()
-            )
+            torch.nn.init.normal_(parameter, std=0.02) if parameter.ndim > 1 else torch.nn.init.ones_(parameter)
         optimizer = build_optimizer(model, config.optim)
         tokens, steps = make_steps(case.get("rows", "full"), num_steps, config)
         gc.collect()
@@ -146,7 +153,7 @@ def print_kernels(profiler: Any) -> None:
         print(f"{event.self_device_time_total / 1000:9.2f} ms {event.count:6d} x  {event.key[:90]}", file=sys.stderr)
 
 
-def make_steps(rows: str, num_steps: int, config: Any) -> tuple[Any, list[list[Any]]]:
+def make_steps(rows: str, num_steps: int, config: Any, length: int = LENGTH) -> tuple[Any, list[list[Any]]]:
     """Random tokens and the packs of each step."""
     import numpy as np
     from stores import tokens_of
@@ -156,7 +163,7 @@ def make_steps(rows: str, num_steps: int, config: Any) -> tuple[Any, list[list[A
     random = np.random.default_rng(0)
     count = config.batch.sequences * num_steps
     if rows == "full":
-        lengths = np.full(count, LENGTH)
+        lengths = np.full(count, length)
     else:
         lengths = np.clip(random.lognormal(np.log(600) - 0.5, 1.0, count * 8), 8, LENGTH).astype(np.int64)
     total = int(lengths.sum())

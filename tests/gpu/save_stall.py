@@ -60,7 +60,7 @@ def main() -> None:
     from speed import make_steps, settings  # pyright: ignore[reportMissingImports]
 
     from trainer.checkpoint import Checkpoints
-    from trainer.config import CheckpointConfig
+    from trainer.config import CheckpointConfig, Hardware
     from trainer.optim import build_optimizer
     from trainer.packing import num_tokens
     from trainer.parallel import Wish, join_world
@@ -73,12 +73,12 @@ def main() -> None:
     shutil.rmtree(folder, ignore_errors=True)
     config = settings({})
     with join_world(lambda: Wish.NOTHING) as world:
-        model = make_model(Path(config.model.path), config, world)
+        model, config = make_model(Path(config.model.path), config, Hardware(), world)
         optimizer = build_optimizer(model, config.optim)
         checkpoints = Checkpoints(LocalStorage(str(folder / "ours")), CheckpointConfig(keep_last=1), world, model, optimizer)
         torch.manual_seed(0)
         for parameter in model.parameters():
-            torch.nn.init.normal_(parameter.to_local(), std=0.02) if parameter.ndim > 1 else parameter.data.fill_(1.0)
+            torch.nn.init.normal_(parameter, std=0.02) if parameter.ndim > 1 else parameter.data.fill_(1.0)
         tokens, steps = make_steps("full", 8, config)
 
         def step(number: int) -> int:

@@ -1,6 +1,6 @@
 """Trains a Qwen2.5-1.5B-shaped model with random weights for 20 steps at sequence 4096 on this machine's GPUs.
 
-    python tests/gpu/train_1p5b.py [FOLDER]        # one process; with GPUS=2 in the environment, torchrun starts two
+    python tests/gpu/train_1p5b.py [FOLDER [CASE ...]]        # one process; with GPUS=2 in the environment, torchrun starts two
 
 Goes through the command line like any run, without Ray where Ray is not installed, and prints from its metrics.jsonl:
 tokens/s, MFU (trainer.metrics.flops_per_token over the data sheet's peak), memory and the loss of the first and last
@@ -50,7 +50,7 @@ def train(name: str, rows: Path, folder: Path, gpus: int) -> None:
         "model": {"path": str(folder / "model")},
         "data": {"train": str(rows), "sequence_length": 4096, "long_rows": "truncate"},
         "duration": {"steps": NUM_STEPS},
-        "batch": {"sequences": 16, "micro_batch": 8},
+        "batch": {"sequences": 16},
         "optim": {"lr": 1e-4},
         "schedule": {"name": "constant", "warmup_steps": 3},
     }
@@ -88,7 +88,7 @@ def main() -> None:
     choose = random.Random(1)
     write_rows(folder / "full.jsonl", [4200] * 160)
     write_rows(folder / "chat.jsonl", [min(4000, max(4, int(choose.lognormvariate(5.4, 1.0)))) for _ in range(4000)])
-    for name in ("full", "chat"):
+    for name in sys.argv[2:] or ("full", "chat"):
         train(name, folder / f"{name}.jsonl", folder, int(os.environ.get("GPUS", "1")))
 
 

@@ -168,6 +168,6 @@ def test_a_gpu_that_is_too_small_is_a_sentence_with_advice(tmp_path: Path, monke
     with pytest.raises(RunError) as ended:
         train_or_advise(run, World(), print)
     assert str(ended.value) == (
-        "the memory of worker 3's GPU is too small for batch.micro_batch 1 and data.sequence_length 128 "
-        "(CUDA out of memory); lower one, or take more workers"
+        "the memory of worker 3's GPU is too small (CUDA out of memory); "
+        "set batch.micro_batch to 1, lower data.sequence_length, or take more workers"
     )

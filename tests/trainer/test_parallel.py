@@ -7,9 +7,10 @@ import pytest
 import torch
 from processes import run_processes
 from tiny import FAMILIES, settings
-from training import loss_and_gradients, step_facts
+from training import loss_and_gradients, step_facts, two_steps
 
-RESHARDED = -2  # two processes whose weights are freed between forward and backward
+# Two processes that keep weights for a step or for a block, and make activations again: by what step_facts is given.
+VARIANTS = {"step": ("step", 0), "block": ("block", 0), "recomputed": ("pass", 2), "all": ("step", 1)}
 
 
 def relative(a: torch.Tensor, b: torch.Tensor) -> float:
@@ -17,16 +18,16 @@ def relative(a: torch.Tensor, b: torch.Tensor) -> float:
 
 
 @pytest.fixture(scope="module")
-def steps(tmp_path_factory: pytest.TempPathFactory) -> dict[int, list[dict[str, Any]]]:
-    """Facts of step 1 by number of processes: one, two, and three, which have a short rank."""
+def steps(tmp_path_factory: pytest.TempPathFactory) -> dict[Any, list[dict[str, Any]]]:
+    """Facts of step 1 by number of processes, one, two, and three, which have a short rank, and by variant."""
     values = settings(tmp_path_factory.mktemp("steps"), batch={"sequences": 4, "micro_batch": 1}, optim={"clip_norm": 0.5})
     return {size: run_processes(size, step_facts, values) for size in (1, 2, 3)} | {
-        RESHARDED: run_processes(2, step_facts, values, 0)
+        name: run_processes(2, step_facts, values, *arguments) for name, arguments in VARIANTS.items()
     }
 
 
-@pytest.mark.parametrize("size", [2, 3, RESHARDED])
-def test_loss_and_gradients_are_the_same_at_any_number_of_processes(steps: Any, size: int) -> None:
+@pytest.mark.parametrize("size", [2, 3, *VARIANTS])
+def test_loss_and_gradients_are_the_same_at_any_number_of_processes(steps: Any, size: int | str) -> None:
     alone = steps[1][0]
     for facts in steps[size]:
         assert facts["loss"] == pytest.approx(alone["loss"], rel=1e-5)
@@ -60,3 +61,16 @@ def test_packed_rows_give_the_loss_and_gradients_of_rows_alone(tmp_path: Path, f
     assert packed["loss"] == pytest.approx(alone["loss"], rel=1e-5)
     for name, gradient in packed["gradients"].items():
         assert relative(gradient, alone["gradients"][name]) < 1e-5, name
+
+
+def test_alone_it_computes_in_bfloat16_with_float32_weights_and_gradients_that_are_seen_by_the_next_step(tmp_path: Path) -> None:
+    values = settings(tmp_path, batch={"sequences": 4, "micro_batch": 1}, optim={"lr": 3e-2}, schedule={"warmup_steps": 0})
+    mine, plain = (run_processes(1, two_steps, values, fast)[0] for fast in (True, False))
+    again = run_processes(1, two_steps, values, True, 2)[0]
+    assert again["losses"] == mine["losses"]
+    assert all(torch.equal(again["gradients"][name], gradient) for name, gradient in mine["gradients"].items())
+    assert mine["types"] == {torch.float32}
+    assert plain["losses"][0] - plain["losses"][1] > 0.3
+    assert mine["losses"] == pytest.approx(plain["losses"], rel=0.01)
+    for name, gradient in plain["gradients"].items():
+        assert (mine["gradients"][name] - gradient).norm() < 0.2 * gradient.norm(), name

@@ -138,15 +138,15 @@ def with_a_bad_gradient(values: dict[str, Any], at: int, stop_at: int | None = N
     """A run in which one rank's gradient is no number when the loop has come to its `at`-th step."""
     import trainer.train as module
 
-    clip, calls = module.clip_gradients, []
+    measure, calls = module.gradient_norm, []
 
-    def spoil(model: Any, clip_norm: float | None) -> torch.Tensor:
+    def spoil(model: Any) -> torch.Tensor:
         calls.append(1)
         if len(calls) == at and dist.get_rank() == 1:
             next(model.parameters()).grad.to_local().fill_(float("nan"))
-        return clip(model, clip_norm)
+        return measure(model)
 
-    module.clip_gradients = spoil
+    module.gradient_norm = spoil
     return run_training(values, stop_at)
 
 

@@ -6,14 +6,14 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
-from trainer import parallel
 from trainer.config import RunFile
 from trainer.driver import prepare
+from trainer.estimate import Gathered
 from trainer.inputs import load_sets, read_inputs
-from trainer.model import build_model, load_pretrained
-from trainer.optim import build_optimizer, clip_gradients
+from trainer.model import _full, build_model, load_pretrained
+from trainer.optim import build_optimizer, gradient_norm
 from trainer.packing import Plan, micro_batches
-from trainer.parallel import Wish, join_world, shard
+from trainer.parallel import Wish, join_world, recompute, shard
 from trainer.storage import open_storage
 from trainer.tokens import Tokens
 from trainer.train import batch_loss, train, train_step
@@ -43,27 +43,28 @@ def weights(uri: str) -> dict[str, torch.Tensor]:
     return load_file(Path(uri, "model", "model.safetensors"))
 
 
-def step_facts(settings: dict[str, Any], keep_gathered: int = parallel.KEEP_GATHERED) -> dict[str, Any]:
+def step_facts(settings: dict[str, Any], gathered: Gathered = "pass", recomputed: int = 0) -> dict[str, Any]:
     """Loss, gradient norm and full gradients of the first step, and how much of the model this rank holds."""
-    parallel.KEEP_GATHERED = keep_gathered
     run = RunFile.model_validate({"trainer": settings})
     config = run.trainer
     with join_world(lambda: Wish.NOTHING) as world:
         world.main_first(lambda: check(run))
-        model: Any = shard(build_model(Path(config.model.path), config, "sdpa"), world, torch.float32)
+        model: Any = build_model(Path(config.model.path), config, "sdpa")
+        recompute(model, recomputed)
+        shard(model, world, torch.float32, gathered)
         load_pretrained(model, Path(config.model.path))
         optimizer = build_optimizer(model, config.optim)
         tokens = training_rows(run)
         plan = Plan(tokens, config)
         packs = plan.step_packs(1)
         loss, norm = train_step(model, optimizer, tokens, packs, config, world)
-        gradients = {name: p.grad.full_tensor().clone() for name, p in model.named_parameters() if p.grad is not None}
+        gradients = {name: _full(p.grad).clone() for name, p in model.named_parameters() if p.grad is not None}
         return {
             "loss": world.sum(loss.item())[0],
             "norm": norm.item(),
             "gradients": gradients,
-            "norm_after": clip_gradients(model, None).item(),
-            "own": sum(p.to_local().numel() for p in model.parameters()),
+            "norm_after": gradient_norm(model).item(),
+            "own": sum(getattr(p, "_local_tensor", p).numel() for p in model.parameters()),
             "all": sum(p.numel() for p in model.parameters()),
         }
 
@@ -84,4 +85,25 @@ def loss_and_gradients(settings: dict[str, Any], packs_of_rows: list[list[int]])
             loss = batch_loss(model, batch, world)
             loss.backward()
             total += loss.detach()
-        return {"loss": total.item(), "gradients": {n: p.grad.full_tensor().clone() for n, p in model.named_parameters()}}
+        return {"loss": total.item(), "gradients": {n: _full(p.grad).clone() for n, p in model.named_parameters()}}
+
+
+def two_steps(settings: dict[str, Any], fast: bool, recomputed: int = 0) -> dict[str, Any]:
+    """Losses of two steps of one process, the gradients of the second, and the parameters' types throughout."""
+    run = RunFile.model_validate({"trainer": settings})
+    config = run.trainer
+    with join_world(lambda: Wish.NOTHING) as world:
+        check(run)
+        model: Any = build_model(Path(config.model.path), config, "sdpa")
+        recompute(model, recomputed)
+        shard(model, world, torch.bfloat16 if fast else torch.float32)
+        load_pretrained(model, Path(config.model.path))
+        optimizer = build_optimizer(model, config.optim)
+        tokens = training_rows(run)
+        plan = Plan(tokens, config)
+        losses = [train_step(model, optimizer, tokens, plan.step_packs(step), config, world)[0].item() for step in (1, 2)]
+        return {
+            "losses": losses,
+            "gradients": {name: p.grad.clone() for name, p in model.named_parameters()},
+            "types": {tensor.dtype for p in model.parameters() for tensor in (p, p.grad)},
+        }

@@ -1,0 +1,254 @@
+"""What a step needs of a GPU's memory and how long it takes, by arithmetic, and the choices that follow from it.
+
+It owns the data sheets' figures, the model of memory and time, and `choose`. The trainer asks it before it builds a model,
+and `ray-finetune plan` before anyone pays for a GPU, so it needs none, and no torch.
+"""
+
+import math
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+from trainer.config import InputError
+
+GIB = 2**30
+USABLE = 0.93  # of a GPU's memory: the rest is the CUDA context, libraries' workspaces and what fragmentation loses
+SMALL = 700  # tokens of a micro-batch at which kernels reach half of their speed
+NETWORK_SHARE = 0.85  # of a network's rate that FSDP's transfers reach, fitted on one measurement: tests/trainer/test_estimate.py
+SOCKET_BYTES = 4 * 5e9 / 8  # bytes/s without EFA: EC2 gives one TCP flow 5 Gbit/s, and NCCL opens one for each of some 4 channels
+
+# How long gathered weights stay: through a `step`, with gradients unreduced until its end; from a forward `pass` to its
+# backward one; or for one `block` at a time.
+Gathered = Literal["step", "pass", "block"]
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """`flops`: dense bf16 peak in FLOP/s without sparsity; `memory` and `link`: bytes/s of its memory, and to a GPU of the same
+    node in one direction; by NVIDIA's data sheets. `efficiency`: the share of `flops` that training alone on it makes use of."""
+
+    flops: float
+    memory: float
+    link: float
+    efficiency: float = 0.5
+
+
+PCIE = 32e9 / 2  # PCIe 4.0 x16, through the host's memory where GPUs cannot reach each other
+# By the start of the device's name. Efficiency is measured on the H200 (benchmarks/), whose chip the H100 has; the others' is assumed.
+GPUS = {
+    "NVIDIA H200": Gpu(989e12, 4.8e12, 450e9, 0.62),
+    "NVIDIA H100": Gpu(989e12, 3.35e12, 450e9, 0.6),
+    "NVIDIA B200": Gpu(2250e12, 8e12, 900e9),
+    "NVIDIA A100": Gpu(312e12, 1.555e12, 300e9),
+    "NVIDIA L40S": Gpu(362e12, 864e9, PCIE),
+    "NVIDIA L4": Gpu(121e12, 300e9, PCIE),
+    "NVIDIA A10G": Gpu(70e12, 600e9, PCIE),
+}
+
+
+def find_gpu(name: str) -> Gpu | None:
+    """The data sheet of a device of that name; None for an unknown one."""
+    return next((gpu for start, gpu in GPUS.items() if name == start or name.startswith(start + " ")), None)
+
+
+@dataclass(frozen=True)
+class Machine:
+    """`nodes` of `gpus` each, every GPU with `memory_bytes` of memory; `network` in bytes/s of one node."""
+
+    gpu: Gpu
+    memory_bytes: float
+    gpus: int = 1
+    nodes: int = 1
+    network: float = 12.5e9
+
+    @property
+    def size(self) -> int:
+        return self.gpus * self.nodes
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A dense transformer: parameters in all, in its largest block and in none; its widths; bytes of a computed number."""
+
+    parameters: int
+    block: int
+    outside: int
+    num_blocks: int
+    hidden: int
+    ffn: int
+    query: int  # heads x their width
+    key: int
+    heads: int
+    vocabulary: int
+    width: int = 2
+    reduced: int = 4  # bytes of a gradient's number on its way to others
+
+    @classmethod
+    def of(cls, model: Any, blocks: list[Any], width: int) -> "Shape":
+        """Of a transformers model, on the meta device or any other."""
+        config = model.config.get_text_config()
+        count = sum(parameter.numel() for parameter in model.parameters())
+        sizes = [sum(parameter.numel() for parameter in block.parameters()) for block in blocks]
+        head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        kv_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+        return cls(
+            parameters=count,
+            block=max(sizes, default=count),
+            outside=count - sum(sizes),
+            num_blocks=len(blocks),
+            hidden=config.hidden_size,
+            ffn=getattr(config, "intermediate_size", None) or 4 * config.hidden_size,
+            query=config.num_attention_heads * head_dim,
+            key=kv_heads * head_dim,
+            heads=config.num_attention_heads,
+            vocabulary=config.vocab_size,
+            width=width,
+        )
+
+    def flops_per_token(self, sequence_length: int) -> float:
+        """6N + 12 L d S, as in trainer.metrics."""
+        return 6 * self.parameters + 12 * self.num_blocks * self.hidden * sequence_length
+
+
+@dataclass(frozen=True)
+class Choice:
+    """How a step is run: sequences at once, blocks that make their activations again, and how long weights stay gathered."""
+
+    micro_batch: int
+    recomputed: int = 0
+    gathered: Gathered = "pass"
+
+
+# ---- memory ----
+
+
+def state_bytes(shape: Shape, choice: Choice, size: int) -> float:
+    """Bytes of parameters, moments and gradients, float32 and sharded over `size`, and of what is gathered at the fullest."""
+    whole, width = shape.parameters, shape.width
+    copies = width if width < 4 else 0
+    if size == 1:
+        return (16 + copies) * whole
+    largest = max(shape.block, shape.outside)
+    reducing = (width + 4 + 4 / size) * largest  # a group's gradients, and in float32 on their way
+    gathered = {
+        "step": (width + 4) * whole,
+        "pass": width * whole + reducing,
+        "block": width * (shape.outside + 2 * shape.block) + reducing,
+    }
+    return 16 * whole / size + gathered[choice.gathered] + (reducing if choice.gathered == "step" else 0)
+
+
+def activation_bytes(shape: Shape, choice: Choice, sequence_length: int, memory_bytes: float) -> float:
+    """Bytes that compiled blocks keep for the backward pass, and the head's at its fullest."""
+    tokens = choice.micro_batch * sequence_length
+    kept = shape.width * (4 * shape.hidden + 2 * shape.query + 2 * shape.key + 3 * shape.ffn) + 4 * (shape.heads + 2)
+    blocks = (shape.num_blocks - choice.recomputed) * kept + choice.recomputed * shape.width * shape.hidden
+    chunk = min(tokens, head_chunk(shape.vocabulary, memory_bytes))
+    head = shape.width * shape.vocabulary * chunk + 4 * shape.vocabulary * shape.hidden + 5 * shape.width * shape.hidden * tokens
+    # Once the head is done, a block that is made again takes the head's place.
+    return tokens * blocks + max(head, tokens * kept if choice.recomputed else 0)
+
+
+HEAD_SHARE = 0.01  # of a GPU's memory that a chunk of logits fills
+HEAD_MULTIPLE = 64  # the head's chunks are multiples of it, for the matrix kernels
+
+
+def head_chunk(vocabulary: int, memory_bytes: float) -> int:
+    """Tokens whose logits exist at once, at most: a power of two."""
+    return max(HEAD_MULTIPLE, 1 << int(HEAD_SHARE * memory_bytes / (2 * vocabulary)).bit_length() - 1)
+
+
+def peak_bytes(shape: Shape, choice: Choice, size: int, sequence_length: int, memory_bytes: float) -> float:
+    """Bytes that a step fills of one of `size` GPUs, at most."""
+    return state_bytes(shape, choice, size) + activation_bytes(shape, choice, sequence_length, memory_bytes)
+
+
+# ---- time ----
+
+
+@dataclass(frozen=True)
+class Times:
+    """Seconds of a step: computing, waiting for transfers beyond that, and the optimizer."""
+
+    compute: float
+    transfers: float
+    optimizer: float
+
+    @property
+    def step(self) -> float:
+        return self.compute + self.transfers + self.optimizer
+
+
+def step_times(shape: Shape, choice: Choice, machine: Machine, sequences: int, sequence_length: int) -> Times:
+    """Of one optimizer step over `sequences` packed sequences on all GPUs together."""
+    gpu, size = machine.gpu, machine.size
+    share = -(-sequences // size)
+    passes = -(-share // choice.micro_batch)
+    tokens = choice.micro_batch * sequence_length
+    speed = gpu.flops * gpu.efficiency * tokens / (tokens + SMALL)
+    third = max(tokens * shape.flops_per_token(sequence_length) / 3 / speed, shape.width * shape.parameters / gpu.memory)
+    again = choice.recomputed * shape.block / shape.parameters
+    forward, backward = third, (2 + again) * third
+    gather = transfer_seconds(shape.width * shape.parameters, machine)
+    reduce = transfer_seconds(shape.reduced * shape.parameters, machine)
+    # What is sent while something is computed costs only what it takes longer.
+    first, last = max(0.0, gather - forward), max(0.0, reduce - backward)
+    waiting = {
+        "step": first + last,
+        "pass": passes * (first + last),
+        "block": passes * (first + max(0.0, gather + reduce - backward)),
+    }
+    optimizer = 32 * shape.parameters / size / gpu.memory
+    return Times(passes * (forward + backward), waiting[choice.gathered] if size > 1 else 0.0, optimizer)
+
+
+def transfer_seconds(num_bytes: float, machine: Machine) -> float:
+    """To gather `num_bytes` from all shards, or to reduce that much into them, in a ring through all GPUs."""
+    passing = num_bytes * (machine.size - 1) / machine.size  # through each GPU, and through the network of each node
+    network = passing / (NETWORK_SHARE * machine.network) if machine.nodes > 1 else 0.0
+    inside = passing / (NETWORK_SHARE * machine.gpu.link) if machine.gpus > 1 else 0.0
+    return max(network, inside)
+
+
+# ---- the choice ----
+
+
+def choose(
+    shape: Shape,
+    machine: Machine,
+    sequences: int,
+    sequence_length: int,
+    micro_batch: int | None = None,
+    recomputed: int | None = None,
+) -> Choice:
+    """The fastest choice that fits the memory, with what is given left as it is; InputError where none does."""
+    share = -(-sequences // machine.size)
+    room = USABLE * machine.memory_bytes
+    fitting = []
+    least = math.inf
+    for count in [micro_batch] if micro_batch else [n for n in range(1, share + 1) if share % n == 0]:
+        for gathered in ("step", "pass", "block") if machine.size > 1 else ("step",):
+            choice = Choice(count, 0, gathered)
+            choice = (
+                _least_recomputed(shape, choice, machine, sequence_length)
+                if recomputed is None
+                else replace(choice, recomputed=min(recomputed, shape.num_blocks))
+            )
+            needed = peak_bytes(shape, choice, machine.size, sequence_length, machine.memory_bytes)
+            least = min(least, needed)
+            if needed <= room:
+                fitting.append(choice)
+    if not fitting:
+        raise InputError(
+            f"a sequence of {sequence_length} tokens needs {least / GIB:.0f} GiB of each GPU, and {room / GIB:.0f} GiB can be used; "
+            "take more or larger GPUs, or lower data.sequence_length"
+        )
+    return min(fitting, key=lambda choice: step_times(shape, choice, machine, sequences, sequence_length).step)
+
+
+def _least_recomputed(shape: Shape, choice: Choice, machine: Machine, sequence_length: int) -> Choice:
+    """The choice with as few recomputed blocks as memory allows, or all of them."""
+    for count in range(shape.num_blocks):
+        choice = replace(choice, recomputed=count)
+        if peak_bytes(shape, choice, machine.size, sequence_length, machine.memory_bytes) <= USABLE * machine.memory_bytes:
+            return choice
+    return replace(choice, recomputed=shape.num_blocks)
