@@ -61,7 +61,7 @@ class Release:
         names = {event["involvedObject"]["name"] for event in events if event["involvedObject"]["kind"] == "Pod"}
         return {name for name in names if name.startswith(self.job) and "-workers-" in name}
 
-    def wait_for_end(self, seconds: float = 300) -> dict[str, Any]:
+    def wait_for_end(self, seconds: float = 500) -> dict[str, Any]:
         """The RayJob's status once it has ended."""
         wait("the job's end", lambda: self.status().get("jobDeploymentStatus") in ("Complete", "Failed"), seconds)
         return self.status()
@@ -103,7 +103,7 @@ class Release:
         return newest()
 
 
-def wait(what: str, check: Callable[[], bool], seconds: float = 240) -> float:
+def wait(what: str, check: Callable[[], bool], seconds: float = 500) -> float:
     """The seconds that `check` took to come true; an AssertionError after `seconds`."""
     started = time.monotonic()
     while not check():
