@@ -6,12 +6,14 @@ and only where there is none: jobs that build the same store at once can't distu
 """
 
 import contextlib
+import fcntl
 import hashlib
 import heapq
 import itertools
 import json
 import multiprocessing
 import os
+import shutil
 import signal
 import tempfile
 import threading
@@ -38,6 +40,7 @@ STORE_VERSION = 3
 NUM_SAMPLES = 16  # rows kept as text, to be asked in evaluations
 INLINE_PIECES = 4  # this few are encoded here; more are worth starting processes for
 SAY_SECONDS = 10
+SCRATCH = "ray-finetune-tokens-"
 
 # One value a token, then one a row: where it starts, how long it is, how many labels it has and what each weighs, hashes
 # of its tokens and of its prompt's, its source's and file's number and its line.
@@ -210,8 +213,8 @@ def build_store(
     """Reads, checks and tokenises every row once, in bounded memory; InputError lists every kind of problem in them."""
     files = [(source, file) for source in sources for file in source.files]
     pieces = (piece for number, (source, file) in enumerate(files) for piece in source.pieces(file, number))
-    with _stop_asked() as stopped, tempfile.TemporaryDirectory(prefix="ray-finetune-tokens-") as scratch:
-        writer = _Writer(Path(scratch), [file.source for _, file in files], [file.name for _, file in files], config)
+    with _stop_asked() as stopped, _scratch_folder() as scratch:
+        writer = _Writer(scratch, [file.source for _, file in files], [file.name for _, file in files], config)
         since = said = time.monotonic()
         with contextlib.closing(_encode_all(pieces, encoder, config, stopped)) as batches:
             for batch in batches:
@@ -223,12 +226,29 @@ def build_store(
                     say(f"{writer.num_read:,} rows read, {writer.num_read / (said - since):,.0f} a second")
         index = writer.finish(encoder.special_ids)
         for name, file in index.columns.items():
-            storage.upload(Path(scratch, name), f"{key}/{file}")
+            storage.upload(scratch / name, f"{key}/{file}")
     storage.write(f"{key}/index.json", index.model_dump_json(indent=1).encode(), if_absent=True)
     found = find_index(storage, key)
     if found is None:  # someone's index is there, but not all of its columns: theirs were deleted
         storage.write(f"{key}/index.json", index.model_dump_json(indent=1).encode())
     return found or index
+
+
+@contextlib.contextmanager
+def _scratch_folder() -> Iterator[Path]:
+    """A temporary folder; first removes those that killed processes left behind, which no longer hold the lock in them."""
+    for owner in Path(tempfile.gettempdir()).glob(f"{SCRATCH}*/owner"):
+        with contextlib.suppress(OSError), owner.open("a") as lock:  # it is held, or another user's
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(owner.parent)
+    made = Path(tempfile.mkdtemp(prefix=f".{SCRATCH}"))
+    with (made / "owner").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        folder = made.rename(made.with_name(made.name[1:]))  # others see it from now on, when it is locked
+        try:
+            yield folder
+        finally:
+            shutil.rmtree(folder)
 
 
 class Stopped(KeyboardInterrupt):
@@ -333,8 +353,10 @@ def _encode_all(
     workers = usable_cpus()
     pool = ProcessPoolExecutor(workers, context, _start, (encoder, config))
     try:
-        under_way: deque[Future[_Batch]] = deque()
-        for piece in itertools.chain(first, pieces):
+        ahead = itertools.islice(pieces, 2 * workers)
+        under_way: deque[Future[_Batch]] = deque(pool.submit(_encode_there, piece) for piece in ahead)
+        yield from (encode_piece(encoder, config, piece) for piece in first)  # while the processes start
+        for piece in pieces:
             under_way.append(pool.submit(_encode_there, piece))
             if len(under_way) > 2 * workers:
                 yield under_way.popleft().result()

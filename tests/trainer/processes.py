@@ -27,7 +27,7 @@ def run_processes(size: int, function: Callable[..., Any], *arguments: Any) -> l
         for worker in workers:
             worker.start()
         for worker in workers:
-            worker.join(240)
+            worker.join(500)
             if worker.is_alive():
                 worker.kill()
         results = []

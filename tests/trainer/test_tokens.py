@@ -235,6 +235,30 @@ def test_tokenising_processes_end_with_the_one_that_started_them(many_pieces: Tr
             os.kill(pid, signal.SIGKILL)
 
 
+def test_what_a_killed_process_left_behind_is_removed_and_a_living_ones_is_not(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    scratch = tmp_path / "scratch"
+    scratch.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(scratch))
+    code = "import trainer.tokens\nwith trainer.tokens._scratch_folder() as folder: print(folder, flush=True); input()"
+    process = subprocess.Popen(
+        [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=os.environ | {"TMPDIR": str(scratch)}
+    )
+    try:
+        assert process.stdout
+        left = Path(process.stdout.readline().decode().strip())
+        config = data_config(write_rows(tmp_path / "rows.jsonl", 20))
+        build(config)
+        assert list(scratch.iterdir()) == [left]
+    finally:
+        process.kill()
+        process.wait()
+    assert left.is_dir()
+    build(config)
+    assert list(scratch.iterdir()) == []
+
+
 def members(session: int) -> list[int]:
     """Living processes of a session."""
     found = []
