@@ -6,6 +6,7 @@ turn says must stand there. Where that fails, or where a token reaches over a tu
 """
 
 import hashlib
+import itertools
 import json
 import re
 from collections.abc import Iterator
@@ -242,7 +243,8 @@ class Encoder:
             isinstance(item, dict | list) and repr(item) != json.dumps(item) and repr(item) in text for item in items if item
         )
         written = [row.tools] if template.python_calls else [row.tools, *calls]  # where calls are Python, True is right
-        words = {repr(item) for value in written for item in _items(value) if item is None or isinstance(item, bool)}
+        constants = {repr(item) for value in written for item in _items(value) if item is None or isinstance(item, bool)}
+        words = [word for word in constants if word in text]
         said = [template.constants, *strings([row.messages, row.tools, row.template_options])] if words else []
         if printed or any(text.count(word) > sum(part.count(word) for part in said) for word in words):
             raise ValueError("the chat template writes tools or arguments as Python prints them; use one that says tojson there")
@@ -251,7 +253,7 @@ class Encoder:
 
     def _tokens(self, row: Row, text: str, spans: list[Place], marked: bool, encoding: Any) -> Encoded:
         ids = np.array(encoding.ids, np.int32)
-        places = np.array(encoding.offsets, np.int64).reshape(-1, 2)
+        places = np.fromiter(itertools.chain.from_iterable(encoding.offsets), np.int64, 2 * len(ids)).reshape(-1, 2)
         mask = np.zeros(len(ids), bool)
         if row.messages:
             for start, stop in spans:

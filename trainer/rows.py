@@ -202,13 +202,14 @@ def _chat(raw: dict[str, Any], messages: list[dict[str, Any]], context: int, wei
 
 
 def strings(value: Any) -> Iterator[str]:
-    """Every text inside a JSON value, keys of objects included."""
-    if isinstance(value, str):
-        yield value
-    elif isinstance(value, dict):
-        for key, item in value.items():
-            yield str(key)
-            yield from strings(item)
-    elif isinstance(value, list):
-        for item in value:
-            yield from strings(item)
+    """Every text inside a JSON value, keys of objects included, in no order."""
+    left = [value]
+    while left:
+        item = left.pop()
+        if isinstance(item, str):
+            yield item
+        elif isinstance(item, dict):
+            left += map(str, item)
+            left += item.values()
+        elif isinstance(item, list):
+            left += item
