@@ -71,7 +71,7 @@ class ModelConfig(Settings):
     gguf_file: str | None = Field(default=None, pattern=r"^[^/]+\.gguf$")
     """Name of a GGUF file in `path`, dequantised once into the model cache; null means safetensors weights."""
 
-    added_tokens: list[str] = []
+    added_tokens: list[Annotated[str, Field(pattern=r"\S")]] = []
     """Special tokens that the tokenizer lacks, such as `<|tool|>`; the embeddings grow where they have no room."""
 
     freeze: list[str] = []
@@ -80,7 +80,7 @@ class ModelConfig(Settings):
 
 class SourceConfig(Settings):
     path: str = Field(min_length=1)
-    """Rows: a file, a glob or a folder, local or `s3://` (.jsonl, .json, .parquet, each also .gz or .zst), or a Hugging Face dataset id."""
+    """Rows: a file, a glob or a folder, local or `s3://` (.jsonl or .json, also .gz or .zst; .parquet), or a Hugging Face dataset id."""
 
     name: str | None = None
     """Configuration of a Hugging Face dataset; null means its default one."""
@@ -97,6 +97,8 @@ class SourceConfig(Settings):
 
 def _sources(value: Any) -> Any:
     """A path alone, or among others, is a source of weight 1."""
+    if isinstance(value, dict):  # several sets by name are written so, and only for `eval`
+        raise ValueError("write a list of sources, such as [{path: rows.jsonl, weight: 2}]")
     if isinstance(value, str):
         value = [value]
     return [{"path": item} if isinstance(item, str) else item for item in value] if isinstance(value, list) else value
@@ -517,7 +519,7 @@ def override(raw: dict[str, Any], text: str) -> None:
 
 def _sentence(model: type[BaseModel], problem: Any) -> str:
     """One pydantic error in the user's words."""
-    location = [str(part) for part in problem["loc"]]
+    location = [str(part) for part in problem["loc"] if part != "[key]"]
     key = ".".join(location) or "settings"
     if problem["type"] == "extra_forbidden":
         siblings = list(_section(model, location[:-1]).model_fields)
@@ -526,7 +528,8 @@ def _sentence(model: type[BaseModel], problem: Any) -> str:
     if problem["type"] == "missing":
         return f"{key}: must be set"
     if problem["type"] == "string_pattern_mismatch":
-        field = _section(model, location[:-1]).model_fields.get(location[-1])
+        named = [part for part in location if not part.isdigit()]  # a list's field stands before the number
+        field = _section(model, named[:-1]).model_fields.get(named[-1])
         rule = field.description if field else f"it must match {problem['ctx']['pattern']}"
         return f"{key}: {problem['input']!r} is not allowed; {rule}"
     message = problem["msg"].removeprefix("Value error, ")

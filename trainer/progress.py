@@ -149,7 +149,7 @@ def printable(text: str) -> str:
 
 def show_rows(sets: Any, plan: Any, tokenizer: Any, console: Console, count: int = 3) -> None:
     """Prints the first rows that training will see as text: what is learnt on green, or in brackets without colours."""
-    rows = [row for pack in plan.step_packs(1) for row in pack][:count]
+    rows = list(dict.fromkeys(row for pack in plan.step_packs(1) for row in pack))[:count]  # few rows may come twice in a step
     for row in rows:
         ids, supervised = sets.train[row]
         place = f"{printable(sets.files[sets.train.files[row]])}:{sets.train.lines[row]}"

@@ -29,7 +29,7 @@ SPLITS = {  # words of file names, as `datasets` reads them
     "valid": ("validation", "valid", "dev", "val"),
     "test": ("test", "testing", "eval", "evaluation"),
 }
-HINT = f"give files that end in {', '.join(FORMATS[:-1])} (each also with .gz or .zst), or a Hugging Face dataset"
+HINT = "give files that end in .jsonl or .json (also with .gz or .zst) or .parquet, or a Hugging Face dataset"
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,11 @@ class Source:
         path = self.config.path
         if path.startswith("s3://"):
             return self._without_splits(self._find_in_s3(path))
-        local = Path(path).expanduser()
+        if "://" in path:
+            raise InputError(
+                f"{self.key}: {path}: rows are read from local paths, s3:// and Hugging Face datasets; copy them there"
+            )
+        local = Path(os.path.expanduser(path))  # Path.expanduser raises where there is no such user
         if local.is_file():
             return self._without_splits([str(local)])
         if local.is_dir():

@@ -35,6 +35,12 @@ def with_(**changes: Any) -> TrainerConfig:
             {"data": {"train": "a", "eval": {"train": "b"}}},
             "file.json: data: the evaluation set train has the training rows' name;",
         ),
+        ({"data": {"train": {"path": "a"}}}, "file.json: data.train: write a list of sources, such as [{path: "),
+        ({"data": {"train": "a", "eval": {"A-b": "b"}}}, "file.json: data.eval.A-b: 'A-b' is not allowed; it must match ^[a-z]"),
+        (
+            {"model": {"path": "a", "added_tokens": ["<|x|>", " "]}},
+            "file.json: model.added_tokens.1: ' ' is not allowed; Special tokens that the tokenizer lacks",
+        ),
         ({"data": "rows.jsonl"}, "file.json: data: input should be a valid dictionary"),
     ],
 )

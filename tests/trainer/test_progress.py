@@ -20,7 +20,7 @@ class Texts:
     files = ("rows\x1b[2J.jsonl",)
 
     def step_packs(self, step: int) -> list[list[int]]:
-        return [[0]]
+        return [[0], [0]]
 
     def decode(self, ids: Any) -> str:
         return HOSTILE + "."
@@ -40,6 +40,14 @@ def test_control_characters_of_rows_never_reach_the_terminal() -> None:
     show_rows(texts, texts, texts, Console(file=out, soft_wrap=True))
     assert f"[[{SHOWN}.]]" in out.getvalue()
     assert not set(out.getvalue()) & set("\x1b\x07\x9b\u202e\r")
+
+
+def test_a_row_that_a_step_sees_twice_is_shown_once() -> None:
+    out = io.StringIO()
+    texts = Texts()
+    texts.train = Row()
+    show_rows(texts, texts, texts, Console(file=out, soft_wrap=True))
+    assert out.getvalue().count(":1: 2 tokens, 2 of them supervised") == 1
 
 
 def test_control_characters_of_samples_never_reach_the_terminal() -> None:

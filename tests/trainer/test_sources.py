@@ -267,6 +267,8 @@ def test_a_file_that_cannot_be_read_is_refused_in_one_sentence(tmp_path: Path, n
     ("path", "sentence"),
     [
         ("nowhere.jsonl", "data.train: nowhere.jsonl: No such file or directory; give files that end in"),
+        ("~nobody-of-this-name/a.jsonl", "data.train: ~nobody-of-this-name/a.jsonl: No such file or directory"),
+        ("https://example.com/a.jsonl", "data.train: https://example.com/a.jsonl: rows are read from local paths, s3://"),
         ("./nowhere/*.jsonl", r"data.train: there is nothing at \./nowhere/\*\.jsonl"),
         ("org/nothing", "data.train: org/nothing is no local path, and the Hub did not give it"),
     ],
