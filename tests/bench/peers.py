@@ -56,12 +56,17 @@ def load(path: str) -> Any:
     return datasets.load_dataset("json", data_files=path, split="train")
 
 
+def workers(processes: str) -> int | None:
+    """What datasets calls num_proc; at 1 it would start a process and send every row to it."""
+    return None if processes == "1" else int(processes)
+
+
 def prepare(path: str, folder: str, processes: str) -> dict[str, Any]:
     tokenizer = AutoTokenizer.from_pretrained(folder)
     begin = time.perf_counter()
     rows = load(path)
     loading = time.perf_counter() - begin
-    found, seconds = trainer(rows, tokenizer, int(processes), assistant_only_loss=True)
+    found, seconds = trainer(rows, tokenizer, workers(processes), assistant_only_loss=True)
     columns = found.train_dataset.with_format("arrow")[:]
     tokens = sum(len(chunk.flatten()) for chunk in columns["input_ids"].chunks)
     supervised = sum(int((chunk.flatten().to_numpy() != -100).sum()) for chunk in columns["labels"].chunks)
@@ -75,7 +80,7 @@ def map_alone(path: str, folder: str, processes: str) -> dict[str, Any]:
     def render(row: dict[str, Any]) -> Any:
         return tokenizer.apply_chat_template(row["messages"], return_dict=True)
 
-    found = load(path).map(render, num_proc=int(processes) if processes != "1" else None)
+    found = load(path).map(render, num_proc=workers(processes))
     return {"seconds": time.perf_counter() - begin, "rows": len(found)}
 
 
