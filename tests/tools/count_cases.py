@@ -45,7 +45,7 @@ def counts(statistics: str) -> dict[str, tuple[int, int]]:
     found: dict[str, tuple[int, int]] = {}
     name = ""
     for line in statistics.splitlines():
-        if test := re.match(r"\S+::(\w+):$", line):
+        if test := re.match(r"\S+::(\w+)(\[.*\])?:$", line):
             name = test[1]
         elif drawn := re.search(r"- (\d+) passing\D+\d+ failing\D+(\d+) invalid", line):
             passed, unusable = found.get(name, (0, 0))
