@@ -42,6 +42,7 @@ def add_node(platform: None) -> Iterator[Callable[[str, dict[str, Any], str], No
     yield add
     kubectl("uncordon", cluster.NODE)
     kubectl("delete", "rayclusters", "--all")
+    kubectl("delete", "serviceaccounts", "staging", "production", "--ignore-not-found")
     kubectl("delete", "pods", "--all", "--force", "--grace-period=0")
     kubectl("delete", "node", *names)
 
