@@ -1,6 +1,8 @@
 """Saving behind the loop: what it waits for, what happens when an upload fails, and what a reader may trust."""
 
 import json
+import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -138,3 +140,152 @@ def test_the_newest_checkpoints_are_kept_and_every_so_many_steps_for_good(tmp_pa
     kept = {"every_steps": 1, "keep_last": 2, "keep_every_steps": 3}
     [result] = run_processes(1, run_training, settings(tmp_path, checkpoint=kept))
     assert checkpoints(result["uri"]) == dict.fromkeys((3, 6, 7, 8), True)
+
+
+def with_warnings(values: dict[str, Any]) -> tuple[int, list[str]]:
+    """The step that a new attempt goes on from, and what it warns of."""
+    import contextlib
+    import io
+
+    from trainer.checkpoint import Checkpoints
+    from trainer.config import CheckpointConfig
+    from trainer.parallel import Wish, join_world
+    from trainer.storage import LocalStorage
+
+    layer = torch.nn.Linear(4, 4)
+    storage = LocalStorage(f"{values['storage']['uri']}/warned")
+    with join_world(lambda: Wish.NOTHING) as world, contextlib.redirect_stdout(io.StringIO()) as said:
+        first = Checkpoints(storage, CheckpointConfig(keep_last=9), world, layer, torch.optim.AdamW(layer.parameters()))
+        for step in (1, 2, 3):
+            first.save(step)
+        first.finish()
+        damage_newest(Path(storage.uri, "checkpoints", "step-00000003.a0001"), values["damage"])
+        again = Checkpoints(storage, CheckpointConfig(keep_last=9), world, layer, torch.optim.AdamW(layer.parameters()))
+        return again.restore(), [line for line in said.getvalue().splitlines() if line.startswith("warning: ")]
+
+
+def damage_newest(folder: Path, kind: str) -> None:
+    shard, manifest = folder / "rank-00000.safetensors", folder / "manifest.json"
+    text, data = manifest.read_text(), bytearray(shard.read_bytes())
+    match kind:
+        case "no manifest":
+            manifest.unlink()
+        case "half a manifest":
+            manifest.write_text(text[: len(text) // 2])
+        case "another number in the manifest":
+            manifest.write_text(text.replace('"resumed_from": 0', '"resumed_from": 1'))
+        case "missing":
+            shard.unlink()
+        case "truncated":
+            shard.write_bytes(data[:-1])
+        case "a flipped bit":
+            data[-5] ^= 4
+            shard.write_bytes(data)
+        case "extra":
+            (folder / "rank-00001.safetensors").write_bytes(data)
+
+
+@pytest.mark.parametrize(
+    ("kind", "step", "warning"),
+    [
+        ("nothing", 3, ""),
+        ("no manifest", 2, "is passed over: it has no manifest, so its save did not end"),
+        ("half a manifest", 2, "is passed over: its manifest is damaged"),
+        ("another number in the manifest", 2, "is passed over: its manifest is damaged"),
+        ("missing", 2, "is passed over: rank-00000.safetensors is missing"),
+        ("truncated", 2, "is passed over: rank-00000.safetensors has"),
+        ("a flipped bit", 2, "is passed over: rank-00000.safetensors does not have the checksum of the manifest"),
+        ("extra", 3, "holds files that its manifest does not name, which are not read: rank-00001.safetensors"),
+    ],
+)
+def test_a_damaged_checkpoint_is_passed_over_with_a_warning(tmp_path: Path, kind: str, step: int, warning: str) -> None:
+    values = {"storage": {"uri": str(tmp_path)}, "damage": kind}
+    [(resumed, warnings)] = run_processes(1, with_warnings, values)
+    assert resumed == step
+    assert len(warnings) == bool(warning)
+    assert all(warning in text for text in warnings)
+
+
+def with_a_small_disk(values: dict[str, Any]) -> tuple[str, list[str], int]:
+    """Saves on a disk that fills up: why it ends, what is left, and where a new attempt goes on once there is room."""
+    from trainer.checkpoint import Checkpoints
+    from trainer.config import CheckpointConfig, RunError
+    from trainer.parallel import Wish, join_world
+    from trainer.storage import LocalStorage
+
+    layer = torch.nn.Linear(512, 512)  # 1 MiB, and no moments
+    optimizer = torch.optim.SGD(layer.parameters())
+    storage, ballast = LocalStorage(values["disk"] + "/run"), Path(values["disk"], "ballast")
+    reason, step = "", 0
+    with join_world(lambda: Wish.NOTHING) as world:
+        checkpoints = Checkpoints(storage, CheckpointConfig(keep_last=1), world, layer, optimizer)
+        checkpoints.save(1)
+        ballast.write_bytes(bytes(int(2.5 * 2**20)))  # of 4 MiB, so that there is no room for a second one
+        try:
+            for step in range(2, 9):
+                checkpoints.save(step)
+        except RunError as error:
+            reason = f"{step}: {error}"
+        left = sorted(str(path.relative_to(storage.root)) for path in storage.root.rglob("*") if path.is_file())
+        ballast.unlink()
+        again = Checkpoints(storage, CheckpointConfig(keep_last=1), world, layer, optimizer)
+        resumed = again.restore()
+        again.save(9)
+        again.finish()
+        return reason, left, resumed
+
+
+def test_a_full_disk_ends_the_run_with_that_reason_and_the_last_checkpoint_whole(small_disk: Path) -> None:
+    [(reason, left, resumed)] = run_processes(1, with_a_small_disk, {"disk": str(small_disk)})
+    assert reason == "6: 4 checkpoints in a row could not be stored: [Errno 28] No space left on device"
+    folder = "checkpoints/step-00000001.a0001"
+    assert left == [
+        "attempts/0001",
+        *(f"{folder}/{name}" for name in ("manifest.json", "rank-00000.json", "rank-00000.safetensors")),
+    ]
+    assert resumed == 1
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 4 MiB."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", folder], capture_output=True)
+    if mounted.returncode:
+        pytest.skip(f"may not mount a small file system: {mounted.stderr.decode().strip()}")
+    yield folder
+    subprocess.run(["umount", "--lazy", folder], check=True)
+
+
+def with_buffers_counted(values: dict[str, Any]) -> tuple[set[int], float]:
+    """Addresses of the buffers that slow saves are staged in, and the seconds that the loop was held up by them."""
+    import time
+
+    from trainer.checkpoint import Checkpoints
+    from trainer.config import CheckpointConfig
+    from trainer.parallel import Wish, World, join_world
+    from trainer.storage import LocalStorage
+
+    World.runs_ahead = property(lambda self: True)  # type: ignore[assignment]  # as on a GPU
+    upload, used = Checkpoints._upload, []
+
+    def slow(self: Any, key: str, pieces: Any) -> Any:
+        used.append(torch.frombuffer(pieces[0], dtype=torch.uint8))  # kept, so that another one has another address
+        time.sleep(0.5)
+        return upload(self, key, pieces)
+
+    Checkpoints._upload = slow
+    layer = torch.nn.Linear(64, 64)
+    with join_world(lambda: Wish.NOTHING) as world:
+        made = Checkpoints(LocalStorage(values["uri"]), CheckpointConfig(), world, layer, torch.optim.AdamW(layer.parameters()))
+        began = time.monotonic()
+        for step in range(1, 5):
+            made.save(step)
+        return {buffer.data_ptr() for buffer in used}, time.monotonic() - began
+
+
+def test_saves_that_outlast_their_interval_hold_the_loop_up_and_need_memory_for_one(tmp_path: Path) -> None:
+    [(buffers, seconds)] = run_processes(1, with_buffers_counted, {"uri": str(tmp_path)})
+    assert len(buffers) == 1
+    assert seconds > 1.5
