@@ -302,7 +302,9 @@ class Copies:
                 if copy.requires_grad:
                     copy.register_post_accumulate_grad_hook(functools.partial(_hand_over, parameter))
         elif not self.fresh:
-            torch._foreach_copy_([copy.detach() for copy in self.copies], [p.detach() for p in self.parameters])
+            torch._foreach_copy_(  # pyright: ignore[reportPrivateImportUsage]
+                [copy.detach() for copy in self.copies], [p.detach() for p in self.parameters]
+            )
         self.fresh = True
 
 
@@ -327,7 +329,7 @@ def _within(context: Callable[[], Any], method: Callable[..., Any]) -> Callable[
 
 def begin_pass(model: Any, last: bool) -> None:
     """Before each of a step's micro-batches: until the `last`, weights that stay for a step are kept and gradients not reduced."""
-    if isinstance(model, FSDPModule) and model.gathered == "step":
+    if model.gathered == "step" and isinstance(model, FSDPModule):
         model.set_requires_gradient_sync(last)
         model.set_reshard_after_backward(last)
 

@@ -88,7 +88,7 @@ def measure(case: dict[str, Any], num_steps: int, profile: bool) -> dict[str, An
         trainer.loss.has_triton = lambda: False
 
     for name, value in case.get("inductor", {}).items():
-        torch._inductor.config.__setattr__(name, value)
+        setattr(torch._inductor.config, name, value)
     if "blas" in case:
         torch.backends.cuda.preferred_blas_library(case["blas"])
 

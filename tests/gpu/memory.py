@@ -71,6 +71,7 @@ def measure(shape: dict[str, Any], length: int, micro_batch: int, recomputed: in
     optimizer = build_optimizer(model, config.optim)
     tokens, steps = make_steps("full", 2, config, length)
     torch.cuda.reset_peak_memory_stats()
+    seconds = 0.0
     for packs in steps:
         torch.cuda.synchronize()
         begin = time.perf_counter()
