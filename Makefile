@@ -76,6 +76,10 @@ test: .venv/.stamp $(addprefix $(BIN)/,helm helm4 helm-unittest kubeconform kube
 	@$(WITH_TOOLS) helm-unittest --strict $(CHART)
 	@$(WITH_TOOLS) pytest $(PYTEST_ARGS)
 
+.PHONY: chaos
+chaos: .venv/.stamp $(addprefix $(BIN)/,versitygw toxiproxy) ## Kill, freeze, stop and damage small runs at random, and see that nothing is lost: ROUNDS=200, from SEED=1 on
+	@$(WITH_TOOLS) python tests/chaos/chaos.py --rounds $(or $(ROUNDS),200) --seed $(or $(SEED),1) $(if $(OUT),--out "$(OUT)")
+
 .PHONY: test-argocd
 test-argocd: .venv/.stamp $(addprefix $(BIN)/,argocd helm kubeconform) ## Let Argo CD itself judge each RayJob status, difference and notification
 	@$(WITH_TOOLS) pytest -rs tests/gitops $(PYTEST_ARGS)
