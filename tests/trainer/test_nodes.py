@@ -64,8 +64,9 @@ class Run:
         return [int(step) for step in re.findall(r"^step +(\d+)/", self.said, re.MULTILINE)]
 
     @property
-    def attempts(self) -> int:
-        return len(list((self.folder / "runs").glob("tiny-*/attempts/*")))
+    def workers(self) -> int:
+        """How many made the first new step of the newest start that went on from a step."""
+        return int((re.findall(r"first new one on (\d+) worker", self.said) or ["0"])[-1])
 
     def saved(self) -> set[int]:
         """Steps of complete checkpoints."""
@@ -73,12 +74,10 @@ class Run:
         self.saved_ever |= found
         return found
 
-    def goes_on(self) -> float:
-        """Waits for a new step and some more; the seconds to the first."""
+    def goes_on(self) -> None:
+        """Waits for some more steps."""
         last = max(self.steps)
-        seconds = self.until(lambda: max(self.steps) > last)
         self.until(lambda: max(self.steps) > last + 5)
-        return seconds
 
     def until(self, true: Callable[[], bool], seconds: float = 300) -> float:
         """Waits for it, while the driver lives; returns the seconds that it took."""
@@ -131,16 +130,16 @@ def test_a_lost_node_is_done_without_one_that_comes_is_used_and_one_that_drains_
     run.until(lambda: 15 in run.steps)
 
     cluster.remove_node(first, allow_graceful=False)
-    print(f"lost node: {run.until(lambda: run.attempts == 2):.1f} s until it is done without")
-    print(f"and {run.goes_on():.1f} s to the next new step")
+    print(f"lost node: {run.until(lambda: run.workers == 1):.1f} s until the first new step without it")
+    run.goes_on()
     nodes(cluster, 1)
-    print(f"new node: {run.until(lambda: run.attempts == 3):.1f} s until it is used")
-    print(f"and {run.goes_on():.1f} s to the next new step")
+    print(f"new node: {run.until(lambda: run.workers == 2):.1f} s until the first new step with it")
+    run.goes_on()
     before = run.saved()
     drain(cluster, second, 8)
     print(f"draining node: {run.until(lambda: any(step % 10 for step in run.saved() - before)):.1f} s to a checkpoint")
-    print(f"and {run.until(lambda: run.attempts == 4):.1f} s until it is done without")
-    print(f"and {run.goes_on():.1f} s to the next new step")
+    print(f"and {run.until(lambda: run.workers == 1):.1f} s until the first new step without it")
+    run.goes_on()
     (tmp_path / "slow").unlink()
     assert run.driver.wait(300) == 0, run.said
 
@@ -155,7 +154,8 @@ def test_a_lost_node_is_done_without_one_that_comes_is_used_and_one_that_drains_
     assert found % 10 == 1
     assert drained - 1 in run.saved_ever
     told = json.loads((uri / "outcome.json").read_text())["starts"]
-    assert [start["workers"] for start in told] == [2, 1, 2, 1]
+    # Ray Train may take a node that is gone for one that has come, and then begins once more with as many as before.
+    assert [workers for workers, _ in itertools.groupby(start["workers"] for start in told)] == [2, 1, 2, 1]
 
     alone = run_processes(1, run_training, values | {"storage": {"uri": str(tmp_path / "alone")}})[0]
     undisturbed = [row["loss"] for row in alone["rows"] if "loss" in row]
