@@ -50,6 +50,15 @@ def find_gpu(name: str) -> Gpu | None:
     return next((gpu for start, gpu in GPUS.items() if name == start or name.startswith(start + " ")), None)
 
 
+def flops_per_token(num_parameters: int, num_layers: int, hidden_size: int, sequence_length: int) -> float:
+    """Model FLOPs of one trained token: 6N + 12·L·d·S.
+
+    PaLM (Chowdhery et al. 2022, appendix B): 6N for the parameters' matrix products forward and backward, 12·L·d·S
+    for attention over S tokens, causality not deducted. Recomputation does not count. N includes the embedding.
+    """
+    return 6 * num_parameters + 12 * num_layers * hidden_size * sequence_length
+
+
 @dataclass(frozen=True)
 class Machine:
     """`nodes` of `gpus` each, every GPU with `memory_bytes` of memory; `network` in bytes/s of one node."""
@@ -103,10 +112,6 @@ class Shape:
             vocabulary=config.vocab_size,
             width=width,
         )
-
-    def flops_per_token(self, sequence_length: int) -> float:
-        """6N + 12 L d S, as in trainer.metrics."""
-        return 6 * self.parameters + 12 * self.num_blocks * self.hidden * sequence_length
 
 
 @dataclass(frozen=True)
@@ -185,7 +190,8 @@ def step_times(shape: Shape, choice: Choice, machine: Machine, sequences: int, s
     passes = -(-share // choice.micro_batch)
     tokens = choice.micro_batch * sequence_length
     speed = gpu.flops * gpu.efficiency * tokens / (tokens + SMALL)
-    third = max(tokens * shape.flops_per_token(sequence_length) / 3 / speed, shape.width * shape.parameters / gpu.memory)
+    flops = tokens * flops_per_token(shape.parameters, shape.num_blocks, shape.hidden, sequence_length)
+    third = max(flops / 3 / speed, shape.width * shape.parameters / gpu.memory)
     again = choice.recomputed * shape.block / shape.parameters
     forward, backward = third, (2 + again) * third
     gather = transfer_seconds(shape.width * shape.parameters, machine)

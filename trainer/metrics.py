@@ -8,20 +8,11 @@ from typing import Any
 
 import torch
 
-from trainer.estimate import find_gpu
+from trainer.estimate import find_gpu, flops_per_token
 from trainer.parallel import World, seconds_between
 from trainer.storage import Storage
 
 FLUSH_SECONDS = 10  # metrics.jsonl is written whole, as S3 cannot append: not at every step
-
-
-def flops_per_token(num_parameters: int, num_layers: int, hidden_size: int, sequence_length: int) -> float:
-    """Model FLOPs of one trained token: 6N + 12·L·d·S.
-
-    PaLM (Chowdhery et al. 2022, appendix B): 6N for the parameters' matrix products forward and backward, 12·L·d·S
-    for attention over S tokens, causality not deducted. Recomputation does not count. N includes the embedding.
-    """
-    return 6 * num_parameters + 12 * num_layers * hidden_size * sequence_length
 
 
 def mfu(tokens_per_second: float, flops_of_token: float, device: torch.device, num_devices: int) -> float | None:

@@ -7,7 +7,7 @@ Results as JSON go to speed-N.json in the folder that --out names.
 Each case is one process that runs the trainer's own step on random tokens: `full` rows fill a sequence each, `chat`
 rows are log-normal with a mean of 600 tokens and packed. The other cases say what each thing is worth. Tokens/s is of
 tokens that count (padding does not), the median of the steps after the first ones, by the device's clock; MFU is
-trainer.metrics.flops_per_token over the data sheet's peak; start is from the process's start to the end of step 1.
+trainer.estimate.flops_per_token over the data sheet's peak; start is from the process's start to the end of step 1.
 """
 
 import argparse
@@ -75,7 +75,8 @@ def measure(case: dict[str, Any], num_steps: int, profile: bool) -> dict[str, An
     import trainer.loss
     import trainer.train
     from trainer.config import Hardware
-    from trainer.metrics import flops_per_token, mfu
+    from trainer.estimate import flops_per_token
+    from trainer.metrics import mfu
     from trainer.optim import build_optimizer
     from trainer.packing import num_tokens, total_weight
     from trainer.parallel import Wish, join_world

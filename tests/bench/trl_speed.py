@@ -49,7 +49,8 @@ def measure(case: dict[str, Any], num_steps: int) -> dict[str, Any]:
     from transformers import Qwen2Config, Qwen2ForCausalLM, TrainerCallback
     from trl import SFTConfig, SFTTrainer  # pyright: ignore[reportMissingImports]
 
-    from trainer.metrics import flops_per_token, mfu
+    from trainer.estimate import flops_per_token
+    from trainer.metrics import mfu
 
     case = dict(case)
     kind, micro_batch = case.pop("rows", "full"), case.pop("micro_batch", 8)

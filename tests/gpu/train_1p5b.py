@@ -3,7 +3,7 @@
     python tests/gpu/train_1p5b.py [FOLDER [CASE ...]]        # one process; with GPUS=2 in the environment, torchrun starts two
 
 Goes through the command line like any run, without Ray where Ray is not installed, and prints from its metrics.jsonl:
-tokens/s, MFU (trainer.metrics.flops_per_token over the data sheet's peak), memory and the loss of the first and last
+tokens/s, MFU (trainer.estimate.flops_per_token over the data sheet's peak), memory and the loss of the first and last
 steps. Two cases: rows that fill a sequence each, and packed rows of chat length (log-normal, mean 600 tokens).
 """
 

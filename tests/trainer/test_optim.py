@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from trainer.config import OptimConfig, ScheduleConfig
-from trainer.metrics import flops_per_token
+from trainer.estimate import flops_per_token
 from trainer.optim import build_optimizer, learning_rate, set_step
 
 
