@@ -39,6 +39,7 @@ class Control:
         self.ending: str | None = None
         self.cause: str | None = None
         self.failures: list[str] = []
+        self.controller: Any = None
 
     def news(self, stop: bool) -> News:
         """For the driver, which passes on whether it was asked to stop."""
@@ -46,6 +47,10 @@ class Control:
         rows, self.rows = self.rows, []
         cause = self.failures[0] if self.ending is None and self.failures else self.cause
         return News(rows, self.groups, self.under_way, self.stop, self.ending, cause)
+
+    def train_controller(self) -> Any:
+        """The actor in which Ray Train watches the workers; None before it is there."""
+        return self.controller
 
     # ---- from `ray-finetune stop` ----
 
@@ -79,6 +84,9 @@ class Control:
             self.ending, self.cause = ending, cause
 
     # ---- from Ray Train's controller ----
+
+    def set_train_controller(self, controller: Any) -> None:
+        self.controller = controller
 
     def set_under_way(self, under_way: bool) -> None:
         self.under_way = under_way

@@ -5,6 +5,7 @@ their number is a range, when one comes back. It is told nothing of checkpoints;
 Two things reach the loop from outside, through `Wishes`: the driver's, and Ray's notice that nodes are to go.
 """
 
+import contextlib
 import logging
 import os
 import queue
@@ -34,6 +35,7 @@ from trainer.parallel import START_SECONDS, Wish, join_world
 from trainer.progress import Progress
 
 ENDED_SECONDS = 5  # that workers have to leave once one of them has said how the run ends
+GONE_SECONDS = 30  # far more than `trainer.fit()` takes to see that its controller is gone
 DRAIN_POLL_SECONDS = 1.0
 RESIZE_SECONDS = 60.0  # between two looks at whether there is room for more workers
 PLACE_SECONDS = 20  # in which workers must find their places where their number is a range; a node may have gone since
@@ -50,7 +52,7 @@ def train_on_ray(run: RunFile, progress: Progress, stop: Stop, ownership: Owners
     here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
     actor: Any = ray.remote(Control).options(name=Control.NAME, num_cpus=0, max_concurrency=1, scheduling_strategy=here).remote()
     failure: list[Exception] = []
-    thread = threading.Thread(target=_fit, args=(run, failure), daemon=True)
+    thread = threading.Thread(target=_fit, args=(run, failure), name="trainer.fit", daemon=True)
     try:
         thread.start()
         alive = True
@@ -71,12 +73,24 @@ def train_on_ray(run: RunFile, progress: Progress, stop: Stop, ownership: Owners
         stop.note_saved()
         thread.join(ENDED_SECONDS)
     finally:
+        _end(thread, actor)
         ray.shutdown()
     if news.ending == "refused":
         raise InputError(news.cause)
     if news.ending is None or news.ending == "failed":
         raise RunError(first_cause(news, failure))
     return news.ending
+
+
+def _end(thread: threading.Thread, actor: Any) -> None:
+    """Ends Ray Train, and all workers with it, before Ray itself: whoever asks Ray anything after that ends this process at once."""
+    deadline = time.monotonic() + GONE_SECONDS
+    with contextlib.suppress(RayError):
+        while thread.is_alive() and time.monotonic() < deadline:
+            controller: Any = ray.get(actor.train_controller.remote())
+            if controller is not None:
+                ray.kill(controller)
+            thread.join(0.3)
 
 
 def _connect(run: RunFile) -> None:
@@ -146,7 +160,7 @@ def first_cause(news: News, failure: list[Exception]) -> str:
 
 
 class Resize(ControllerCallback):
-    """In Ray Train's controller: says whether there are workers, and has them save and leave before a resize ends them.
+    """In Ray Train's controller: says who it is and whether there are workers, and has them save and leave before a resize ends them.
 
     Where they are begun after a failure, it corrects their number: Ray Train looks at the nodes every 20 seconds only,
     counts those that drain, and would wait for places on nodes that are gone.
@@ -156,6 +170,9 @@ class Resize(ControllerCallback):
         self.min_workers = min_workers
         self.patience = patience  # seconds that workers have to save
         self.resizing = False
+
+    def after_controller_start(self, train_run_context: Any) -> None:
+        ray.get(control().set_train_controller.remote(ray.get_runtime_context().current_actor))
 
     def after_controller_state_update(self, previous_state: Any, current_state: Any) -> None:
         self.resizing = isinstance(current_state, ResizingState) or (self.resizing and isinstance(current_state, SchedulingState))
