@@ -1,10 +1,11 @@
 """Checkpoints: written behind the loop, so that a half-written one is never taken for a whole one, and found again.
 
 A checkpoint is the folder `checkpoints/step-00000120.a0003/` (step, attempt). Each rank stages its shards in one buffer
-of host memory, which is all that the loop waits for; a thread uploads it as a safetensors file, then `rank-00003.json`
-with its checksum and rows. On a CPU the loop waits for the upload, which then needs no copy. Rank 0's thread writes
-`manifest.json` once every rank's is there. A folder without a manifest that holds true does not exist for a reader. Attempts never share a folder. Threads use no collectives: a rank
-that fails says so in its own json, and ranks meet in the store.
+of host memory, which is all that the loop waits for; a thread uploads it as a safetensors file and tells the other
+ranks' threads its checksum and rows, or what went wrong. On a CPU the loop waits for the upload, which then needs no
+copy. Rank 0's thread writes `manifest.json` once every rank's file is there. A folder without a manifest that holds true
+does not exist for a reader. Attempts never share a folder. The threads have a process group of their own: on the loop's,
+their collectives would meet its own, and a rank that dies ends the wait of the others at once.
 """
 
 import contextlib
@@ -18,6 +19,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -29,14 +31,13 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 from trainer.config import CheckpointConfig, RunError
 from trainer.optim import set_step
-from trainer.parallel import World
+from trainer.parallel import START_SECONDS, World
 from trainer.storage import DamagedError, Storage
 
 MANIFEST = "manifest.json"
 FOLDER = re.compile(r"checkpoints/(step-(\d{8})\.a(\d{4}))/")
 TOLERATED_FAILURES = 3  # saves in a row that may fail before the run does; the last one of a run never may
 LEAVE_SECONDS = 60
-PARTS_SECONDS = 600.0  # that rank 0, whose own part is stored, waits for the others'
 DTYPES = {  # safetensors' names, https://github.com/huggingface/safetensors#format
     torch.float32: "F32",
     torch.float64: "F64",
@@ -96,6 +97,7 @@ class Checkpoints:
         self.loop: dict[str, Any] = {}  # what the checkpoint knew of the loop that was resumed from
         self.shards = local_shards(model, optimizer)
         self.header = _header(self.shards)
+        self.group = dist.new_group(backend="gloo", timeout=timedelta(seconds=START_SECONDS))
         self.upload: threading.Thread | None = None
         self.failures: list[str] = []  # of the last saves in a row, as rank 0 knows them
         # A CPU that trains has no time to give to an upload beside it, and memory for one copy of the state is a lot.
@@ -187,14 +189,16 @@ class Checkpoints:
     def _store(self, step: int, pieces: list[memoryview], loop: dict[str, Any]) -> None:
         """In a thread: uploads this rank's file, and on rank 0 completes the checkpoint."""
         folder = f"checkpoints/step-{step:08d}.a{self.attempt:04d}"
+        file = f"rank-{self.world.rank:05d}.safetensors"
         try:
-            facts = self._upload(f"{folder}/rank-{self.world.rank:05d}.safetensors", pieces)
+            facts = self._upload(f"{folder}/{file}", pieces)
         except Exception as error:
             facts = {"error": _reason(error)}
+        files: list[Any] = [None] * self.world.size
         try:
-            self.storage.write(f"{folder}/rank-{self.world.rank:05d}.json", json.dumps(facts).encode())
+            dist.all_gather_object(files, (file, facts), group=self.group)
             if self.world.is_main:
-                self._commit(folder, step, loop)
+                self._commit(folder, step, loop, dict(files))
                 self.failures = []
         except Exception as error:
             self.failures = [*self.failures, _reason(error)]
@@ -206,10 +210,9 @@ class Checkpoints:
         rows = {name: [shard.start, shard.rows] for name, shard in self.shards.items()}
         return {"bytes": sum(piece.nbytes for piece in pieces), "sha256": digest.result(), "rows": rows}
 
-    def _commit(self, folder: str, step: int, loop: dict[str, Any]) -> None:
-        """Waits for every rank's json, writes the manifest and deletes what retention does not keep."""
-        parts = self._parts(folder)
-        if failed := [part["error"] for part in parts.values() if "error" in part]:
+    def _commit(self, folder: str, step: int, loop: dict[str, Any], files: dict[str, Any]) -> None:
+        """Writes the manifest, where every rank has stored its file, and deletes what retention does not keep."""
+        if failed := [facts["error"] for facts in files.values() if "error" in facts]:
             self.storage.delete(list(self.storage.list(folder)))  # a full disk needs its space
             raise OSError(failed[0])
         self.check_newest()
@@ -220,23 +223,11 @@ class Checkpoints:
             "world_size": self.world.size,
             "loop": loop,
             "time": time.time(),
-            "files": dict(sorted(parts.items())),
+            "files": files,
         }
         text = json.dumps(manifest | {"checksum": _checksum(manifest)})
         self.storage.write(f"{folder}/{MANIFEST}", text.encode(), if_absent=True)
         self._retain()
-
-    def _parts(self, folder: str) -> dict[str, Any]:
-        """What each rank's json says of its file, once all are there."""
-        wait, end = 0.02, time.monotonic() + PARTS_SECONDS
-        names = {f"{folder}/rank-{rank:05d}.json" for rank in range(self.world.size)}
-        while missing := names - self.storage.list(folder).keys():
-            if time.monotonic() > end:
-                raise OSError(f"{min(missing)} has not come within {PARTS_SECONDS:.0f} s")
-            time.sleep(wait)
-            wait = min(1.0, 1.5 * wait)
-        found = {name: json.loads(self.storage.read(name)) for name in names}
-        return {name.removeprefix(f"{folder}/").replace(".json", ".safetensors"): facts for name, facts in found.items()}
 
     def _retain(self) -> None:
         """Deletes the checkpoints that are not to be kept, and what attempts that died have left of theirs."""
@@ -443,7 +434,7 @@ def _read_manifest(storage: Storage, folder: str, sizes: dict[str, int], warn: C
     for name, file in manifest["files"].items():
         if (size := sizes.get(f"{folder}/{name}")) != file["bytes"]:
             raise DamagedError(f"{name} has {size} of {file['bytes']} bytes" if size is not None else f"{name} is missing")
-    known = {MANIFEST, *manifest["files"], *(name.replace(".safetensors", ".json") for name in manifest["files"])}
+    known = {MANIFEST, *manifest["files"]}
     if extra := {key.removeprefix(f"{folder}/") for key in sizes if key.startswith(f"{folder}/")} - known:
         warn(f"{folder} holds files that its manifest does not name, which are not read: {', '.join(sorted(extra))}")
     return manifest

@@ -99,20 +99,27 @@ def _run_held(run: RunFile, storage: Storage, progress: Progress, stop: Stop, ow
         ending, cause = "refused" if isinstance(error, InputError) else "failed", error
     progress.close()
     if not progress.silent and not ownership.lost.is_set():
-        from trainer.report import write_report
-
-        why = str(cause).strip().rpartition("\n")[2] if cause else None
-        saved = stop.seconds if ending == "interrupted" else None
-        write_outcome(
-            run, storage, ending, why, progress.step, save_seconds=saved, starts=progress.starts, exported=progress.exported
-        )
-        if cause is None:
-            write_report(run, storage)
-            progress.ended(ending, saved)
+        try:
+            _write_records(run, storage, progress, stop, ending, cause)
+        except Exception as error:
+            cause = cause or error
+            progress.say(f"warning: how the run ended could not be written down: {error}")
         ownership.release()
     if cause:
         raise cause
     return ending
+
+
+def _write_records(run: RunFile, storage: Storage, progress: Progress, stop: Stop, ending: str, cause: Exception | None) -> None:
+    """outcome.json, and of a run that did not fail, report.html."""
+    from trainer.report import write_report
+
+    why = str(cause).strip().rpartition("\n")[2] if cause else None
+    saved = stop.seconds if ending == "interrupted" else None
+    write_outcome(run, storage, ending, why, progress.step, save_seconds=saved, starts=progress.starts, exported=progress.exported)
+    if cause is None:
+        write_report(run, storage)
+        progress.ended(ending, saved)
 
 
 def open_run(run: RunFile) -> tuple[Storage, int | None]:
@@ -279,7 +286,7 @@ def _train_here(run: RunFile, storage: Storage, progress: Progress, stop: Stop, 
 
 
 def train_or_advise(run: RunFile, world: Any, report: Callable[[dict[str, Any]], None]) -> str:
-    """`train`, in which a GPU that is too small becomes a RunError with advice: no retry mends that."""
+    """`train`, in which a GPU or a disk that is too small becomes a RunError with advice: no retry mends that."""
     import torch
 
     from trainer.train import train
@@ -292,3 +299,7 @@ def train_or_advise(run: RunFile, world: Any, report: Callable[[dict[str, Any]],
         raise RunError(
             f"the memory of worker {world.rank}'s GPU is too small ({reason}); {lower}, lower data.sequence_length, or take more workers"
         ) from None
+    except Exception as error:
+        if "No space left on device" not in str(error):  # safetensors' and tokenizers' own errors have no number
+            raise
+        raise RunError(f"worker {world.rank} has met a full disk; free space there and start the run again: {error}") from None

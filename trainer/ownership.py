@@ -6,6 +6,7 @@ leaves and marks its record released. A holder that falls silent loses the run: 
 how long the record did not change, so clocks need not agree, and a holder that wakes up finds another's record.
 """
 
+import contextlib
 import json
 import os
 import socket
@@ -25,11 +26,12 @@ SILENCE_SECONDS = 60.0  # and the grace period: so long a record stays unchanged
 
 
 class Ownership:
-    """This driver's hold on a run. `asked` is called once when a newcomer wants the run, `lost` is set when it has it."""
+    """This driver's hold on a run. `asked` is called once when a newcomer wants the run, `lost` is set when it may have it."""
 
     def __init__(self, storage: Storage, run: RunFile, asked: Callable[[], None]):
         self.storage, self.asked = storage, asked
         self.lost = threading.Event()
+        self.loss = "another driver has taken this run over, as this one had fallen silent; it goes on there"
         self.handed_over = False
         self.leaving = threading.Event()
         self.release_name = run.release.name if run.release else None
@@ -82,12 +84,13 @@ class Ownership:
             self.thread.join()
         if not self.lost.is_set():
             self.record["released"] = True
-            self._write(if_version=self.version)
+            with contextlib.suppress(Exception):  # then the next driver waits until this one has been silent
+                self._write(if_version=self.version)
 
     def check(self) -> None:
-        """RunError where another driver has the run."""
+        """RunError where another driver has the run, or may have it."""
         if self.lost.is_set():
-            raise RunError("another driver has taken this run over, as this one had fallen silent; it goes on there")
+            raise RunError(self.loss)
 
     def _write(self, if_absent: bool = False, if_version: str | None = None) -> bool:
         """Writes this driver's record where the condition holds, and remembers its version."""
@@ -110,9 +113,13 @@ class Ownership:
                 if not self.handed_over and self._is_wanted():
                     self.handed_over = True
                     self.asked()
-            except Exception:  # a store that does not answer for a while is no reason to stop
-                if time.monotonic() - last > self.record["silence_seconds"]:
-                    self.lost.set()  # by now another driver may have the run
+            except Exception as error:  # a store that does not answer for a while is no reason to stop
+                if (silent := time.monotonic() - last) > self.record["silence_seconds"]:
+                    self.loss = (
+                        f"another driver may have this run by now, as nothing could be written to {self.storage.uri} for "
+                        f"{silent:.0f} s: {' '.join(str(error).split())}"
+                    )
+                    self.lost.set()
                     return
 
     def _is_wanted(self) -> bool:

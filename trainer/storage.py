@@ -210,6 +210,9 @@ def _finished(target: Path, pieces: Sequence[memoryview]) -> Iterator[str]:
             file.flush()
             os.fsync(file.fileno())
             yield file.name
+        except OSError as error:
+            error.filename = error.filename or str(target)  # of a full disk, which one
+            raise
         finally:
             Path(file.name).unlink(missing_ok=True)
 

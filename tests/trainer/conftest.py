@@ -1,7 +1,9 @@
-"""A real S3 server over a folder, for the tests that keep runs in S3."""
+"""A real S3 server over a folder, for the tests that keep runs in S3, and a disk that is soon full."""
 
 import os
+import subprocess
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from hypothesis import settings
@@ -25,3 +27,15 @@ def s3_port(tmp_path_factory: pytest.TempPathFactory) -> Iterator[int]:
 def s3_endpoint(s3_port: int) -> str:
     """The URL of `s3_port`."""
     return f"http://127.0.0.1:{s3_port}"
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 4 MiB."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", folder], capture_output=True)
+    if mounted.returncode:
+        pytest.skip(f"may not mount a small file system: {mounted.stderr.decode().strip()}")
+    yield folder
+    subprocess.run(["umount", "--lazy", folder], check=True)

@@ -1,8 +1,6 @@
 """Saving behind the loop: what it waits for, what happens when an upload fails, and what a reader may trust."""
 
 import json
-import subprocess
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -91,6 +89,43 @@ def test_too_many_failures_in_a_row_end_the_run_and_one_success_between_forgets_
 def test_the_last_checkpoint_may_not_fail(tmp_path: Path) -> None:
     with pytest.raises(AssertionError, match="the last checkpoint could not be stored: SlowDown"):
         run_processes(2, with_failing_uploads, settings(tmp_path), {1: [8]})
+
+
+def with_a_death_in_an_upload(values: dict[str, Any], victim: int, folder: str) -> None:
+    """A run in which one rank dies in its second upload; the others write down for how many seconds they outlive it."""
+    import os
+    import time
+
+    from trainer.checkpoint import Checkpoints
+
+    upload, death = Checkpoints._upload, Path(folder, "death")
+
+    def die(self: Any, key: str, pieces: Any) -> Any:
+        if "step-00000004" in key and self.world.rank == victim:
+            time.sleep(1)  # the others have stored theirs
+            death.touch()
+            os._exit(9)
+        return upload(self, key, pieces)
+
+    Checkpoints._upload = die
+    try:
+        run_training(values)
+    finally:
+        Path(folder, f"outlived-{os.environ['RANK']}").write_text(str(time.time() - death.stat().st_mtime))
+
+
+@pytest.mark.parametrize("victim", [0, 2])
+def test_a_rank_that_dies_in_its_upload_is_waited_for_by_nobody(tmp_path: Path, victim: int) -> None:
+    values = settings(tmp_path)
+    with pytest.raises(AssertionError, match=r"Connection (closed|reset) by peer|exit code 9"):
+        run_processes(3, with_a_death_in_an_upload, values, victim, str(tmp_path))
+    seconds = [float(path.read_text()) for path in tmp_path.glob("outlived-*")]
+    assert len(seconds) == 2
+    assert max(seconds) < 60  # one, on an idle machine
+    [uri] = (tmp_path / "runs").glob("tiny-*")
+    assert {step for step, complete in checkpoints(str(uri)).items() if complete} == {2}
+    [again, _] = run_processes(2, run_training, values)
+    assert [row["step"] for row in again["rows"] if "loss" in row] == [3, 4, 5, 6, 7, 8]
 
 
 def test_a_ranks_file_is_plain_safetensors_with_its_rows_of_every_tensor(tmp_path: Path) -> None:
@@ -239,23 +274,8 @@ def test_a_full_disk_ends_the_run_with_that_reason_and_the_last_checkpoint_whole
     [(reason, left, resumed)] = run_processes(1, with_a_small_disk, {"disk": str(small_disk)})
     assert reason == "6: 4 checkpoints in a row could not be stored: [Errno 28] No space left on device"
     folder = "checkpoints/step-00000001.a0001"
-    assert left == [
-        "attempts/0001",
-        *(f"{folder}/{name}" for name in ("manifest.json", "rank-00000.json", "rank-00000.safetensors")),
-    ]
+    assert left == ["attempts/0001", f"{folder}/manifest.json", f"{folder}/rank-00000.safetensors"]
     assert resumed == 1
-
-
-@pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of 4 MiB."""
-    folder = tmp_path / "disk"
-    folder.mkdir()
-    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", folder], capture_output=True)
-    if mounted.returncode:
-        pytest.skip(f"may not mount a small file system: {mounted.stderr.decode().strip()}")
-    yield folder
-    subprocess.run(["umount", "--lazy", folder], check=True)
 
 
 def with_buffers_counted(values: dict[str, Any]) -> tuple[set[int], float]:

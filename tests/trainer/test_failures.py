@@ -1,5 +1,6 @@
 """What dies or hangs under a real Ray Train run: the others stop, all start again, and no step is lost or seen twice."""
 
+import contextlib
 import itertools
 import json
 import os
@@ -16,7 +17,7 @@ import psutil
 import pytest
 import torch
 from processes import run_processes
-from test_driver import ENVIRONMENT, start, write_config
+from test_driver import ALONE, ENVIRONMENT, OFFLINE, start, write_config
 from tiny import config, settings
 from training import run_training, weights
 
@@ -178,3 +179,47 @@ def test_a_gpu_that_is_too_small_is_a_sentence_with_advice(tmp_path: Path, monke
         "the memory of worker 3's GPU is too small (CUDA out of memory); "
         "set batch.micro_batch to 1, lower data.sequence_length, or take more workers"
     )
+
+
+@pytest.mark.parametrize("what", ["the run's folder", "the temporary folder"])
+def test_a_disk_that_fills_up_ends_the_run_with_one_sentence_and_with_room_it_goes_on(
+    tmp_path: Path, small_disk: Path, what: str
+) -> None:
+    changes: dict[str, Any] = {"duration": {"steps": 60}, "checkpoint": {"every_steps": 10}}
+    if what == "the run's folder":
+        changes["storage"] = {"uri": str(small_disk / "runs")}
+    path = write_config(tmp_path, **changes)
+    environment = (
+        ALONE | OFFLINE | {"OMP_NUM_THREADS": "1"} | ({"TMPDIR": str(small_disk)} if what == "the temporary folder" else {})
+    )
+    command = [sys.executable, "-m", "trainer", "train", "--config", str(path)]
+    run = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment)
+    assert run.stdout
+    lines = []
+    for line in run.stdout:
+        lines.append(line.strip())
+        if line.startswith("step 15/"):
+            fill(small_disk / "ballast")
+    assert run.wait(60) == 1, lines
+    assert re.match(
+        r"failed: worker 0 has met a full disk; free space there and start the run again: .*No space left on device", lines[-1]
+    ), lines
+    assert "Traceback (most recent call last):" not in lines
+    [folder] = Path(changes.get("storage", {}).get("uri", tmp_path / "runs")).glob("tiny-*")
+    assert not (folder / "model" / "config.json").exists()
+    if what == "the run's folder":
+        assert str(folder) in lines[-1]
+    else:  # where there is room for it, the cause is written down
+        assert lines[-1] == f"failed: {json.loads((folder / 'outcome.json').read_text())['cause']}"
+    (small_disk / "ballast").unlink()
+    again = subprocess.run(command, capture_output=True, text=True, env=environment)
+    assert again.returncode == 0, again.stderr
+    steps = [json.loads(line)["step"] for line in (folder / "metrics.jsonl").read_text().splitlines() if '"loss"' in line]
+    assert steps == list(range(1, 61))
+
+
+def fill(path: Path) -> None:
+    """Writes into a file until its disk is full."""
+    with contextlib.suppress(OSError), path.open("wb", buffering=0) as file:
+        while True:
+            file.write(bytes(4096))

@@ -3,6 +3,11 @@ with its reason and the last checkpoint whole."""
 
 import functools
 import json
+import os
+import re
+import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -252,5 +257,86 @@ def test_a_store_that_stays_broken_ends_the_run_with_its_reason_and_the_last_che
     [again, _] = run_processes(2, run_training, values)
     assert again["ending"] == "complete"
     assert steps_of(again) == [5, 6, 7, 8]
-    left = open_storage(uri, StorageConfig(**s3_config(s3_endpoint))).list("checkpoints")
-    assert all(json.loads(open_storage(uri, StorageConfig(**s3_config(s3_endpoint))).read(key)) for key in left if ".json" in key)
+
+
+# `ray-finetune train` whose processes sit out a fault of the store for three seconds, and miss its answer for eight.
+DRIVER = """
+import sys, trainer.ownership, trainer.ray_train as module
+from trainer.cli import main
+
+def make_impatient():
+    import trainer.storage
+    trainer.storage.open_storage.__defaults__ = (3.0,)
+    trainer.storage.LONGEST_PAUSE = 0.5
+
+work = module.work
+
+def impatient_work(payload, make_impatient=make_impatient, work=work):
+    make_impatient()
+    work(payload)
+
+make_impatient()
+trainer.ownership.SILENCE_SECONDS, module.work = -22.0, impatient_work
+sys.argv[1:1] = ["train", "--run"]
+main()
+"""
+
+
+def drive(folder: Path, values: dict[str, Any], when: Callable[[str], bool], then: Callable[[Any], None]) -> tuple[int, list[str]]:
+    """A whole run under Ray, to which something is done at the first line for which `when` holds; exit code and lines."""
+    (folder / "run.json").write_text(json.dumps({"trainer": values, "hardware": {"workers": 2, "grace_seconds": 30}}))
+    (folder / "drive.py").write_text(DRIVER)
+    command = [sys.executable, str(folder / "drive.py"), str(folder / "run.json")]
+    environment = os.environ | {"PYTHONUNBUFFERED": "1", "HF_HUB_OFFLINE": "1"}
+    driver = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment)
+    assert driver.stdout
+    lines, done = [], False
+    try:
+        for line in driver.stdout:
+            lines.append(line.strip())
+            if not done and when(line):
+                done = True
+                then(driver)
+        return driver.wait(300), lines
+    finally:
+        driver.kill()
+
+
+@pytest.mark.parametrize("broken", ["everything", "the last save", "the save of a stop"])
+def test_a_store_that_fails_for_ever_ends_the_whole_run_with_its_reason_and_what_was_saved_is_gone_on_from(
+    server: BadServer, s3_endpoint: str, tmp_path: Path, broken: str
+) -> None:
+    steps = 10 if broken == "the last save" else 1000
+    values = run_on(server.endpoint, tmp_path, duration={"steps": steps})
+    if broken == "the last save":
+        server.trouble = lambda method, path: (403, "AccessDenied") if "step-00000010" in path and method == "PUT" else None
+
+    def strike(driver: subprocess.Popen[str]) -> None:
+        if broken == "everything":
+            server.trouble = lambda method, path: (503, "SlowDown")
+        elif broken == "the save of a stop":
+            server.trouble = lambda method, path: (403, "AccessDenied") if "/checkpoints/" in path and method == "PUT" else None
+            driver.send_signal(signal.SIGTERM)
+
+    code, lines = drive(tmp_path, values, lambda line: bool(re.match(r"step +5/", line)), strike)
+    server.trouble = lambda method, path: None
+    reason = {
+        "everything": r"failed: another driver may have this run by now, as nothing could be written to s3://\S+ for \d+ s: .*SlowDown",
+        "the last save": r"failed: the last checkpoint could not be stored: .*AccessDenied",
+        "the save of a stop": r"failed: the last checkpoint could not be stored: .*AccessDenied",
+    }
+    assert code == 1, lines
+    assert re.match(reason[broken], lines[-1]), lines
+    [folder] = {key.split("/")[0] for key in store(s3_endpoint, tmp_path).list()} - {"tokens", "names"}
+    uri = f"s3://runs/{tmp_path.name}/{folder}"
+    there = open_storage(uri, StorageConfig(**s3_config(s3_endpoint)))
+    saved = checkpointed(uri, s3_endpoint)[0]
+    assert saved >= 4
+    assert saved % 2 == 0
+    assert not there.list("model")
+    if broken != "everything":  # where it could be written down, it was
+        outcome = json.loads(there.read("outcome.json"))
+        assert outcome["outcome"] == "failed"
+        assert lines[-1] == f"failed: {outcome['cause']}"
+    [again, _] = run_processes(2, run_training, values, saved + 1 if steps > 10 else None)
+    assert steps_of(again)[0] == saved + 1
