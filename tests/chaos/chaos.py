@@ -21,6 +21,7 @@ import os
 import random
 import shutil
 import signal
+import statistics
 import sys
 import tempfile
 import time
@@ -200,6 +201,7 @@ class Run:
         self.attempts: list[Attempt] = []
         self.faults: list[str] = []
         self.frozen: list[Attempt] = []
+        self.save_seconds: list[float] = []  # from each SIGTERM to the manifest that it led to
 
     @property
     def folder(self) -> Path:
@@ -255,7 +257,7 @@ def disturbed(run: Run) -> bool:
     run.random.seed(f"{run.number} {len(run.attempts)}")  # whatever was drawn before, which may depend on time
     fault = run.random.choice(FAULTS + (S3_FAULTS if run.in_s3 else []))
     chosen, save = run.random.randrange(3), run.random.randint(1, 3)
-    expected = run.valid()
+    expected, asked = run.valid(), 0.0
     attempt = run.start((chosen, save) if fault == "die in an upload" else None)
     victim = chosen % attempt.size
     reached = attempt.at_step(expected[0] + run.random.randint(1, max(1, NUM_STEPS - expected[0])))
@@ -268,6 +270,7 @@ def disturbed(run: Run) -> bool:
     elif fault in ("kill all", "damage"):
         _signal(attempt.processes, signal.SIGKILL)
     elif fault == "stop":
+        asked = time.time()
         _signal(attempt.processes, signal.SIGTERM)
     elif fault == "freeze" and reached:
         _signal([attempt.processes[victim]], signal.SIGSTOP)
@@ -282,8 +285,11 @@ def disturbed(run: Run) -> bool:
         raise WrongError(f"{fault} of the store ended the attempt")
     if fault == "stop" and ending is None:
         raise WrongError("a stop was not followed by an orderly end")
-    if ending == "interrupted" and run.valid()[0] != attempt.events()[-2]["step"]:
-        raise WrongError(f"a stop after step {attempt.events()[-2]['step']} left a checkpoint of step {run.valid()[0]}")
+    if ending == "interrupted":
+        saved, folder = run.valid()
+        if saved != attempt.events()[-2]["step"]:
+            raise WrongError(f"a stop after step {attempt.events()[-2]['step']} left a checkpoint of step {saved}")
+        run.save_seconds.append((run.folder / folder / "manifest.json").stat().st_mtime - asked)
     if fault == "damage" and ending is None:
         fault = damage(run)
     if struck and (fault in S3_FAULTS or ending != "complete"):
@@ -434,8 +440,8 @@ def base_settings(folder: Path) -> dict[str, Any]:
     return values
 
 
-def chaos(numbers: Iterable[int], say: Callable[[str], None]) -> Counter[str]:
-    """Plays the rounds of these numbers; how many of what there were, of them `wrong` ones."""
+def chaos(numbers: Iterable[int], say: Callable[[str], None], save_seconds: list[float]) -> Counter[str]:
+    """Plays the rounds of these numbers; how many of what there were, of them `wrong` ones. Adds to `save_seconds`."""
     from safetensors.torch import load_file
 
     found: Counter[str] = Counter()
@@ -461,14 +467,14 @@ def chaos(numbers: Iterable[int], say: Callable[[str], None]) -> Counter[str]:
                 outcome += "".join(f"\n--- {path.name}\n{path.read_text()}" for path in sorted(run.logs.iterdir()))
                 found["wrong"] += 1
             found.update(run.faults)
+            save_seconds += run.save_seconds
             found["rounds"] += 1
             found["faults"] += len(run.faults)
             found["attempts"] += len(run.attempts)
             sizes = ",".join(str(attempt.size) for attempt in run.attempts)
             where = "s3" if run.in_s3 else "disk"
-            say(
-                f"round {number}: {where}, workers {sizes}; {', '.join(run.faults) or 'none in time'}; {time.monotonic() - began:.0f} s; {outcome}"
-            )
+            took = f"{time.monotonic() - began:.0f} s at load {os.getloadavg()[0]:.0f}"
+            say(f"round {number}: {where}, workers {sizes}; {', '.join(run.faults) or 'none in time'}; {took}; {outcome}")
             shutil.rmtree(folder / str(number))
             shutil.rmtree(folder / "s3" / "runs" / f"round-{number}", ignore_errors=True)
     return found
@@ -486,9 +492,12 @@ def main() -> None:
         lines.append(text)
         print(text, flush=True)
 
-    found = chaos(range(arguments.seed, arguments.seed + arguments.rounds), say)
+    seconds: list[float] = []
+    found = chaos(range(arguments.seed, arguments.seed + arguments.rounds), say, seconds)
     summary = f"{found['rounds'] - found['wrong']} of {found['rounds']} rounds right; {found['faults']} faults in {found['attempts']} attempts."
     kinds = ", ".join(f"{name} {count}" for name, count in sorted(found.items()) if name.partition(":")[0] in FAULTS + S3_FAULTS)
+    if seconds:
+        summary += f" {len(seconds)} stops: {statistics.median(seconds):.1f} s from SIGTERM to the manifest (median), {max(seconds):.1f} s (most)."
     print(summary, kinds, sep="\n")
     if arguments.out:
         title = f"# Chaos, {time.strftime('%Y-%m-%d')}"
