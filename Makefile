@@ -49,9 +49,13 @@ new-env: .venv/.stamp $(BIN)/helm ## Write a new environment: NAME=research INST
 
 # ---- A cluster on this machine ----------------------------------------------------------------------------------------
 
+.PHONY: cluster-check
+cluster-check: .venv/.stamp # What this machine lacks for a cluster, before anything is built for it
+	@.venv/bin/python tests/cluster/cluster.py check
+
 # The Go programs take a while to build where nothing is cached.
 .PHONY: cluster
-cluster: .venv/.stamp $(addprefix $(BIN)/,$(CLUSTER) helm versitygw) ## Run a real Kubernetes with KubeRay and an S3 server here (as root, on Debian)
+cluster: cluster-check $(addprefix $(BIN)/,$(CLUSTER) helm versitygw) ## Run a real Kubernetes with KubeRay and an S3 server here (as root, on Debian)
 	@.venv/bin/python tests/cluster/cluster.py up
 
 .PHONY: cluster-down
@@ -67,7 +71,13 @@ cluster-image: cluster
 
 .PHONY: e2e
 e2e: cluster-image ## Install the chart on that cluster, disturb its runs, and see them end well; PYTEST_ARGS='-k head'
-	@.venv/bin/pytest tests/e2e $(PYTEST_ARGS)
+	@.venv/bin/pytest tests/e2e -m "not full" --timeout 1200 --durations 0 $(PYTEST_ARGS)
+
+# With Kueue, and with all that a run may meet: half an hour.
+.PHONY: e2e-full
+e2e-full: cluster-image $(BIN)/kueue ## The same and more: lost workers, no S3 for a while, queues, who reaches a run's ports
+	@.venv/bin/python tests/cluster/cluster.py kueue
+	@.venv/bin/pytest tests/e2e --timeout 1200 --durations 0 $(PYTEST_ARGS)
 
 # ---- Check -----------------------------------------------------------------------------------------------------------
 
@@ -294,6 +304,9 @@ $(BIN)/kube-router: tests/tools/kube-router/go.mod tests/tools/kube-router/go.su
 
 $(BIN)/kuberay-operator: tests/tools/kuberay/go.mod tests/tools/kuberay/go.sum
 	@$(call go-build,kuberay,github.com/ray-project/kuberay/ray-operator)
+
+$(BIN)/kueue: tests/tools/kueue/go.mod tests/tools/kueue/go.sum
+	@$(call go-build,kueue,sigs.k8s.io/kueue/cmd/kueue)
 
 $(BIN)/kuberay-submitter: tests/tools/kuberay/go.mod tests/tools/kuberay/go.sum
 	@$(call go-build,kuberay,github.com/ray-project/kuberay/ray-operator/rayjob-submitter/cmd)

@@ -1,4 +1,5 @@
-"""A real Kubernetes with KubeRay and an S3 server on this machine: `cluster.py up`, `down`, and `load IMAGE` from buildah.
+"""A real Kubernetes with KubeRay and an S3 server on this machine: `cluster.py up` and `down`; `check` whether it can be there,
+`kueue` adds Kueue, and `load IMAGE` an image of buildah's.
 
 Everything is in .cluster: logs, keys, data, and images, which alone stay there after `down`. The cluster's addresses are those of
 a bridge, so nothing of it can be reached from outside. `up` needs root and Linux; it says what else is missing.
@@ -9,9 +10,11 @@ import json
 import os
 import secrets
 import shutil
+import socket
 import string
 import subprocess
 import sys
+import tarfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -29,12 +32,14 @@ CONFIG = Path(__file__).parent / "config"
 
 NODE, BRIDGE = "local", "ray-finetune0"
 ADDRESS, PODS, SERVICES = "10.222.0.1", "10.222.0.0/16", "10.223.0.0/16"
+PORT = 26443
 S3 = {"endpoint": f"http://{ADDRESS}:7070", "access": "test", "secret": "testsecret"}
-PAUSE, OPERATOR = "localhost/pause:1", "localhost/kuberay-operator:1"
+PAUSE, OPERATOR, KUEUE = "localhost/pause:1", "localhost/kuberay-operator:1", "localhost/kueue:1"
 
 COMMANDS = {  # with the Debian package that has it
     "buildah": "buildah",
     "conntrack": "conntrack",
+    "debootstrap": "debootstrap",
     "gcc": "gcc",
     "ip": "iproute2",
     "ipset": "ipset",
@@ -43,6 +48,11 @@ COMMANDS = {  # with the Debian package that has it
     "runc": "runc",
 }
 CNI = Path("/usr/lib/cni")
+# Go templates for buildah: what an image is built on, and the number of its layers.
+BASE_NAME = '{{index .OCIv1.Config.Labels "org.opencontainers.image.base.name"}}'
+LAYERS = "{{len .OCIv1.RootFS.DiffIDs}}"
+MOST_MB_ADDED = 150
+LEAST_GIB_FREE = 12
 
 
 def main() -> int:
@@ -52,11 +62,17 @@ def main() -> int:
             down()
         elif action == "load":
             load(*arguments)
+        elif action == "kueue":
+            install_kueue()
+        elif action not in ("check", "up"):
+            raise RuntimeError("what to do is check, up, kueue, load IMAGE or down")
+        elif action == "up" and running():
+            print(f"up already: export KUBECONFIG={KUBECONFIG}")
         elif problem := missing():
             print(f"make cluster: {problem}", file=sys.stderr)
             return 2
-        elif running():
-            print(f"up already: export KUBECONFIG={KUBECONFIG}")
+        elif action == "check":
+            pass
         else:
             down()
             started = time.monotonic()
@@ -95,9 +111,24 @@ def missing() -> str | None:
         return f"the kernel's cgroup controllers {', '.join(absent)} are not there"
     if not Path("/proc/sys/net/bridge/bridge-nf-call-iptables").exists():
         return "the kernel's br_netfilter is not there: modprobe br_netfilter"
+    if answers() and not running():
+        return "the cluster of another clone is up on this machine: make cluster-down there"
+    if (free := shutil.disk_usage(ROOT).free / 2**30) < LEAST_GIB_FREE:
+        return f"{free:.0f} GiB of disk are free here; images and builds want {LEAST_GIB_FREE}"
     if len(str(FOLDER)) > 70:  # of the 107 bytes that a socket's path may have
         return f"the path {FOLDER} is too long for sockets; clone into a shorter one"
     return None
+
+
+def answers() -> bool:
+    """Whether an API server is at the cluster's address."""
+    if not Path("/sys/class/net", BRIDGE).exists():
+        return False
+    try:
+        socket.create_connection((ADDRESS, PORT), 2).close()
+    except OSError:
+        return False
+    return True
 
 
 def running() -> bool:
@@ -160,7 +191,7 @@ def start_control_plane() -> None:
           f"--initial-advertise-peer-urls={peers}", f"--initial-cluster=default={peers}")  # fmt: skip
     start("containerd", "--config", FOLDER / "config/containerd.toml")
     key = FOLDER / "pki/service-account.key"
-    start("kube-apiserver", f"--etcd-servers={etcd}", f"--cert-dir={FOLDER}/pki", f"--bind-address={ADDRESS}", "--secure-port=26443",
+    start("kube-apiserver", f"--etcd-servers={etcd}", f"--cert-dir={FOLDER}/pki", f"--bind-address={ADDRESS}", f"--secure-port={PORT}",
           f"--advertise-address={ADDRESS}", f"--service-cluster-ip-range={SERVICES}", "--endpoint-reconciler-type=none",
           "--authorization-mode=RBAC", f"--token-auth-file={FOLDER}/pki/tokens.csv",
           "--service-account-issuer=https://kubernetes.default.svc", f"--service-account-key-file={key}",
@@ -231,22 +262,51 @@ def load(reference: str) -> None:
     archive = FOLDER / "run/image.tar"
     try:
         run("buildah", "push", "--quiet", reference, f"docker-archive:{archive}:{reference}")
+        check_size(reference, archive)
         ctr("images", "import", archive)
     finally:
         archive.unlink(missing_ok=True)
 
 
+def check_size(reference: str, archive: Path) -> None:
+    """RuntimeError where the layers on top of the image's base are too large for a node that has the base already."""
+    base = run("buildah", "inspect", "--type", "image", "--format", BASE_NAME, reference).strip()
+    below = int(run("buildah", "inspect", "--type", "image", "--format", LAYERS, base))
+    with tarfile.open(archive) as files:
+        manifest = json.loads(files.extractfile("manifest.json").read())  # pyright: ignore[reportOptionalMemberAccess]
+        sizes = [files.getmember(layer).size / 1e6 for layer in manifest[0]["Layers"]]
+    added = sizes[below:]
+    print(f"{reference}: {sum(added):.1f} MB on top of {base} ({' + '.join(f'{size:.1f}' for size in added)})")
+    if sum(added) > MOST_MB_ADDED:
+        raise RuntimeError(f"{reference}: layers of {sum(added):.1f} MB on top of its base; at most {MOST_MB_ADDED} are allowed")
+
+
 def install_kuberay() -> None:
-    """The operator's own manifests, in a namespace, with the image that is here."""
+    """The operator's own manifests, in a namespace."""
     folder = FOLDER / "config/kuberay"
     folder.mkdir()
     base = os.path.relpath(module("kuberay", "github.com/ray-project/kuberay/ray-operator") / "config/default", folder)
     (folder / "kustomization.yaml").write_text(yaml.safe_dump({"namespace": "ray-system", "resources": [base]}))
-    objects = list(yaml.safe_load_all(kubectl("kustomize", folder)))
+    kubectl("create", "namespace", "ray-system")
+    install(folder, OPERATOR)
+
+
+def install_kueue() -> None:
+    """Kueue, beside what `up` has started: its controller asks for more than a machine of two cores has for every run."""
+    if KUEUE not in ctr("images", "list", "--quiet").split():
+        import_image(KUEUE, "manager", BIN / "kueue")
+    install(module("kueue", "sigs.k8s.io/kueue") / "config/default", KUEUE)
+    controller = ("deployment/kueue-controller-manager", "--namespace=kueue-system")
+    wait("Kueue is available", lambda: kubectl_ok("wait", "--for=condition=Available", *controller, "--timeout=1s"))
+
+
+def install(kustomization: Path, image: str) -> None:
+    """Applies manifests; their Deployment has the image that is here, and asks for no room."""
+    objects = list(yaml.safe_load_all(kubectl("kustomize", kustomization)))
     for each in objects:
         if each["kind"] == "Deployment":
-            each["spec"]["template"]["spec"]["containers"][0]["image"] = OPERATOR
-    kubectl("create", "namespace", "ray-system")
+            [container] = each["spec"]["template"]["spec"]["containers"]
+            container |= {"image": image, "imagePullPolicy": "Never", "resources": {}}
     kubectl("apply", "--server-side", "-f", "-", input=yaml.safe_dump_all(objects))
 
 
@@ -268,6 +328,17 @@ def down() -> None:
         daemons.stop(PIDS, path.name)
     for mount in mounts():
         quietly("umount", "--lazy", mount)
+    if not answers():  # else network and firewall are another clone's
+        take_down_network()
+    for group in sorted(Path("/sys/fs/cgroup").glob("*/kubepods/**/"), reverse=True):
+        with contextlib.suppress(OSError):  # one that is in use is another kubelet's
+            group.rmdir()
+    for name in ("pids", "pki", "run", "s3", "config", "etcd", "kubelet", "kubeconfig"):
+        path = FOLDER / name
+        path.unlink() if path.is_file() else shutil.rmtree(path, ignore_errors=True)
+
+
+def take_down_network() -> None:
     if Path("/sys/class/net", BRIDGE).exists():
         run("ip", "link", "delete", BRIDGE)
     while quietly("iptables", "--table", "nat", "--delete", *MASQUERADE):
@@ -275,12 +346,6 @@ def down() -> None:
     for table in ("nat", "mangle", "filter"):
         for chain in ("KUBE-KUBELET-CANARY", "KUBE-IPTABLES-HINT"):
             quietly("iptables", "--table", table, "--delete-chain", chain)
-    for group in sorted(Path("/sys/fs/cgroup").glob("*/kubepods/**/"), reverse=True):
-        with contextlib.suppress(OSError):  # one that is in use is another kubelet's
-            group.rmdir()
-    for name in ("pids", "pki", "run", "s3", "config", "etcd", "kubelet", "kubeconfig"):
-        path = FOLDER / name
-        path.unlink() if path.is_file() else shutil.rmtree(path, ignore_errors=True)
 
 
 def mounts() -> list[str]:

@@ -33,7 +33,7 @@ def test_a_stopped_daemon_is_gone_and_a_process_that_got_its_pid_is_left_alone(t
     ids=["capability", "packages"],
 )
 def test_what_the_machine_lacks_is_said_in_one_line(wrapper, path, said):
-    command = [*wrapper, sys.executable, str(SCRIPT), "up"]
+    command = [*wrapper, sys.executable, str(SCRIPT), "check"]
     done = subprocess.run(command, env={"PATH": path}, capture_output=True, text=True)
     assert done.returncode == 2
     [line] = done.stderr.splitlines()

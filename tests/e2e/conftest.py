@@ -21,6 +21,10 @@ from transformers import AutoModelForCausalLM, Qwen2Config  # noqa: E402
 SHAPE: dict[str, Any] = tiny.SHAPE | {"hidden_size": 128, "intermediate_size": 512, "num_hidden_layers": 6}
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "full: of make e2e-full, and too long for make e2e")
+
+
 @pytest.fixture(scope="session")
 def platform(tmp_path_factory: pytest.TempPathFactory) -> None:
     """The namespace with the S3 server's keys, and what environments/smoke names in the bucket."""
@@ -35,10 +39,14 @@ def platform(tmp_path_factory: pytest.TempPathFactory) -> None:
     s3 = s3_client()
     if BUCKET not in [each["Name"] for each in s3.list_buckets()["Buckets"]]:
         s3.create_bucket(Bucket=BUCKET)
+    for each in s3.get_paginator("list_objects_v2").paginate(Bucket=BUCKET, Prefix="runs/").search("Contents[]"):
+        if each:
+            s3.delete_object(Bucket=BUCKET, Key=each["Key"])  # runs of an earlier session would be complete at once
     for path in folder.rglob("*.*"):
         s3.upload_file(str(path), BUCKET, str(path.relative_to(folder)))
     names = {"AWS_ACCESS_KEY_ID": cluster.S3["access"], "AWS_SECRET_ACCESS_KEY": cluster.S3["secret"], "AWS_REGION": "us-east-1"}
-    namespace = {"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": NAMESPACE}}
+    restricted = {"pod-security.kubernetes.io/enforce": "restricted"}
+    namespace = {"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": NAMESPACE, "labels": restricted}}
     secret = {"apiVersion": "v1", "kind": "Secret", "metadata": {"name": "s3", "namespace": NAMESPACE}, "stringData": names}
     for each in (namespace, secret):
         cluster.kubectl("apply", "-f", "-", input=json.dumps(each))
@@ -55,10 +63,10 @@ def release(platform: None, request: pytest.FixtureRequest) -> Iterator[Release]
 LINES = pytest.StashKey[list[str]]()
 
 
-@pytest.fixture
-def report(request: pytest.FixtureRequest) -> Callable[[str], None]:
+@pytest.fixture(scope="session")
+def report(pytestconfig: pytest.Config) -> Callable[[str], None]:
     """Keeps a measured number for the end of the output."""
-    return request.config.stash.setdefault(LINES, []).append
+    return pytestconfig.stash.setdefault(LINES, []).append
 
 
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:

@@ -1,7 +1,6 @@
 """A Helm release of environments/smoke on the cluster, and what its run leaves in the bucket."""
 
 import json
-import subprocess
 import time
 from collections.abc import Callable
 from datetime import datetime
@@ -54,6 +53,15 @@ class Release:
         """Names of the pods of `head`, `worker` or `submitter` that are there."""
         selector = f"app.kubernetes.io/instance={self.name},app.kubernetes.io/component={component}"
         return kubectl("get", "pods", "--selector", selector, "--output", "name").split()
+
+    def ready(self, component: str) -> list[str]:
+        """Names of those of its pods whose containers are all ready."""
+        selector = f"app.kubernetes.io/instance={self.name},app.kubernetes.io/component={component}"
+        pods = json.loads(kubectl("get", "pods", "--selector", selector, "--output", "json"))["items"]
+        conditions = {
+            pod["metadata"]["name"]: {each["type"]: each["status"] for each in pod["status"].get("conditions", [])} for pod in pods
+        }
+        return [name for name, states in conditions.items() if states.get("Ready") == "True"]
 
     def worker_pods_ever(self) -> set[str]:
         """Names of all worker pods that this RayJob's clusters have ever had, from the cluster's events."""
@@ -112,15 +120,15 @@ def wait(what: str, check: Callable[[], bool], seconds: float = 500) -> float:
     return time.monotonic() - started
 
 
+def objects() -> set[str]:
+    """Names of all that the chart or the operator may make in the namespace."""
+    kinds = "rayjobs,rayclusters,jobs,pods,configmaps,serviceaccounts,networkpolicies,secrets,services,roles,rolebindings"
+    return set(kubectl("get", kinds, "--output", "name").split())
+
+
 def helm(*arguments: Any, input: str | None = None) -> str:
-    return command(cluster.BIN / "helm", "--kubeconfig", cluster.KUBECONFIG, "--namespace", NAMESPACE, *arguments, input=input)
+    return cluster.run(cluster.BIN / "helm", "--kubeconfig", cluster.KUBECONFIG, "--namespace", NAMESPACE, *arguments, input=input)
 
 
 def kubectl(*arguments: Any, input: str | None = None) -> str:
-    return command(cluster.BIN / "kubectl", "--kubeconfig", cluster.KUBECONFIG, "--namespace", NAMESPACE, *arguments, input=input)
-
-
-def command(*arguments: Any, input: str | None = None) -> str:
-    done = subprocess.run(list(map(str, arguments)), input=input, capture_output=True, text=True)
-    assert done.returncode == 0, f"{' '.join(map(str, arguments))}: {done.stderr}"
-    return done.stdout
+    return cluster.kubectl("--namespace", NAMESPACE, *arguments, input=input)
