@@ -70,7 +70,10 @@ cluster-image: cluster
 	@.venv/bin/python tests/cluster/cluster.py load localhost/ray-finetune:$(VERSION)
 
 .PHONY: e2e
-e2e: cluster-image ## Install the chart on that cluster, disturb its runs, and see them end well; PYTEST_ARGS='-k head'
+e2e: cluster-image e2e-tests ## Install the chart on that cluster, disturb its runs, and see them end well; PYTEST_ARGS='-k head'
+
+.PHONY: e2e-tests
+e2e-tests: # On the cluster and the image that are there
 	@.venv/bin/pytest tests/e2e -m "not full" --timeout 1200 --durations 0 $(PYTEST_ARGS)
 
 # With Kueue, and with all that a run may meet: half an hour.

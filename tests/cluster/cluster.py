@@ -145,7 +145,7 @@ def up() -> None:
     make_bridge()
     start_control_plane()
     start_node()
-    start("versitygw", "--access", S3["access"], "--secret", S3["secret"], "--port", f"{ADDRESS}:7070", "posix", FOLDER / "s3")
+    start_s3()
     import_images()
     install_kuberay()
     wait("the node is Ready", lambda: kubectl_ok("wait", "--for=condition=Ready", f"node/{NODE}", "--timeout=1s"))
@@ -211,6 +211,14 @@ def start_node() -> None:
     start("kube-proxy", f"--kubeconfig={KUBECONFIG}", "--proxy-mode=iptables", f"--cluster-cidr={PODS}", "--conntrack-max-per-core=0",
           f"--hostname-override={NODE}")  # fmt: skip
     start("coredns", "-conf", FOLDER / "config/Corefile")
+
+
+def start_s3() -> None:
+    start("versitygw", "--access", S3["access"], "--secret", S3["secret"], "--port", f"{ADDRESS}:7070", "posix", FOLDER / "s3")
+
+
+def stop_s3() -> None:
+    daemons.stop(PIDS, "versitygw")
 
 
 def import_images() -> None:

@@ -2,6 +2,7 @@
 
 import json
 import sys
+import time
 import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -14,7 +15,7 @@ sys.path += [str(TESTS / "cluster"), str(TESTS / "trainer")]
 
 import cluster  # noqa: E402
 import tiny  # noqa: E402
-from release import BUCKET, NAMESPACE, Release, s3_client  # noqa: E402
+from release import BUCKET, NAMESPACE, STEPS, Release, s3_client, settings  # noqa: E402
 from transformers import AutoModelForCausalLM, Qwen2Config  # noqa: E402
 
 # 1.5 M parameters.
@@ -56,6 +57,18 @@ def platform(tmp_path_factory: pytest.TempPathFactory) -> None:
 def release(platform: None, request: pytest.FixtureRequest) -> Iterator[Release]:
     """A release of the test's own, gone with it."""
     release = Release(f"r{zlib.crc32(request.node.name.encode()):x}")
+    yield release
+    release.uninstall()
+
+
+@pytest.fixture(scope="session")
+def undisturbed(platform: None, report: Callable[[str], None]) -> Iterator[Release]:
+    """A release whose run is complete."""
+    release = Release("undisturbed")
+    started = time.monotonic()
+    release.install(trainer=settings("undisturbed"))
+    release.wait_for_end()
+    report(f"helm install to the end of {STEPS} steps: {time.monotonic() - started:.0f} s")
     yield release
     release.uninstall()
 

@@ -18,6 +18,14 @@ NAMESPACE = "e2e"
 VALUES = [cluster.ROOT / "environments/smoke/values.yaml", Path(__file__).parent / "values.yaml"]
 
 
+STEPS = 60
+
+
+def settings(name: str, **sections: Any) -> dict[str, Any]:
+    """Of a run that is under way long enough to be disturbed. Runs of other names have the same rows, steps and weights."""
+    return {"name": name, "duration": {"steps": STEPS}, "checkpoint": {"every_steps": 5}} | sections
+
+
 def s3_client() -> Any:
     keys = {"aws_access_key_id": cluster.S3["access"], "aws_secret_access_key": cluster.S3["secret"]}
     return boto3.client("s3", endpoint_url=cluster.S3["endpoint"], region_name="us-east-1", **keys)
@@ -109,6 +117,15 @@ class Release:
         newest = lambda: max((each["step"] for each in self.manifests().values()), default=0)  # noqa: E731
         wait(f"a checkpoint after step {after}", lambda: newest() > after)
         return newest()
+
+
+def assert_complete(release: Release, resumed_after: int) -> None:
+    """The run has all its steps, and its last attempt went on from `resumed_after` or a later checkpoint."""
+    assert release.status()["jobStatus"] == "SUCCEEDED"
+    assert release.outcome()["outcome"] == "complete"
+    newest = list(release.manifests().values())[-1]
+    assert newest["step"] == STEPS and newest["resumed_from"] >= resumed_after
+    assert release.steps() == list(range(1, STEPS + 1))
 
 
 def wait(what: str, check: Callable[[], bool], seconds: float = 500) -> float:

@@ -7,7 +7,7 @@ from typing import Any
 import cluster
 import pytest
 import yaml
-from release import NAMESPACE, VALUES, Release, helm, kubectl, wait
+from release import Release, helm, kubectl, settings, wait
 
 pytestmark = pytest.mark.full
 
@@ -59,18 +59,17 @@ RESTRICTED = {
 }
 
 
+ENDLESS = settings("running", duration={"steps": 100_000})
+
+
 @pytest.fixture(scope="module")
 def running(platform: None) -> Iterator[Release]:
     """A release whose run is under way."""
     release = Release("running")
-    release.install(trainer=settings())
+    release.install(trainer=ENDLESS)
     wait("worker pods", lambda: len(release.ready("worker")) == 2)
     yield release
     release.uninstall()
-
-
-def settings() -> dict[str, Any]:
-    return {"name": "running", "duration": {"steps": 100_000}, "checkpoint": {"every_steps": 1000}}
 
 
 def python(pod: str, container: str, program: str) -> Any:
@@ -113,7 +112,7 @@ def test_all_processes_run_as_an_ordinary_user_without_any_capability(running):
 
 
 def test_another_pod_reaches_no_port_of_the_head_or_a_worker_and_the_releases_own_reaches_all(running):
-    own = {"app.kubernetes.io/instance": running.name, "app.kubernetes.io/name": "ray-finetune"}
+    own = next(each for each in running.objects if each["kind"] == "NetworkPolicy")["spec"]["podSelector"]["matchLabels"]
     for component in ("head", "worker"):
         pod = running.pods(component)[0]
         listening = python(pod, f"ray-{component}", LISTENING)
@@ -124,7 +123,7 @@ def test_another_pod_reaches_no_port_of_the_head_or_a_worker_and_the_releases_ow
 
 def test_without_the_policy_it_reaches_them_and_is_refused_for_want_of_the_token(running):
     head = running.pods("head")[0]
-    running.install(trainer=settings(), networkPolicy={"enabled": False})
+    running.install(trainer=ENDLESS, networkPolicy={"enabled": False})
     assert running.pods("head") == [head], "the policy is no part of the run"
     assert visitor("stranger", {}, CONNECT, address(head), 60, 6379, 8265) == [6379, 8265]
     said, control = visitor("tokenless", {}, WITHOUT_TOKEN, address(head))
@@ -134,15 +133,14 @@ def test_without_the_policy_it_reaches_them_and_is_refused_for_want_of_the_token
 
 @pytest.mark.parametrize("locks", [False, True])
 def test_workers_are_restricted_but_where_they_lock_memory(platform, locks):
-    files = [argument for path in VALUES for argument in ("--values", path)]
-    rendered = helm(
-        "template", "shape", cluster.ROOT / "charts/ray-finetune", *files, "--set", f"efa.lockMemory={str(locks).lower()}"
-    )
+    values = cluster.ROOT / "environments/staging/values.yaml"
+    setting = f"efa.lockMemory={str(locks).lower()}"
+    rendered = helm("template", "shape", cluster.ROOT / "charts/ray-finetune", "--values", values, "--set", setting)
     job = next(each for each in yaml.safe_load_all(rendered) if each["kind"] == "RayJob")
     template = job["spec"]["rayClusterSpec"]["workerGroupSpecs"][0]["template"]
     template["spec"]["serviceAccountName"] = "default"
     pod = {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "shape"}, "spec": template["spec"]}
-    create = ("create", "--dry-run=server", "--namespace", NAMESPACE, "-f", "-")
+    create = ("create", "--dry-run=server", "-f", "-")
     if locks:
         with pytest.raises(RuntimeError, match='violates PodSecurity "restricted'):
             kubectl(*create, input=json.dumps(pod))

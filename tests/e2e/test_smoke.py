@@ -7,39 +7,8 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from release import BUCKET, Release, kubectl, objects, wait
+from release import BUCKET, Release, assert_complete, kubectl, objects, settings, wait
 from transformers import AutoModelForCausalLM, AutoTokenizer
-
-STEPS = 60
-
-
-def settings(name: str, **sections: Any) -> dict[str, Any]:
-    """Of a run that is under way long enough to be disturbed. Runs of other names have the same rows, steps and weights."""
-    return {"name": name, "duration": {"steps": STEPS}, "checkpoint": {"every_steps": 5}} | sections
-
-
-def assert_complete(release: Release, resumed_after: int) -> None:
-    """The run has all its steps, and its last attempt went on from `resumed_after` or a later checkpoint."""
-    assert release.status()["jobStatus"] == "SUCCEEDED"
-    assert release.outcome()["outcome"] == "complete"
-    newest = list(release.manifests().values())[-1]
-    assert newest["step"] == STEPS and newest["resumed_from"] >= resumed_after
-    assert release.steps() == list(range(1, STEPS + 1))
-
-
-# ---- undisturbed ----
-
-
-@pytest.fixture(scope="module")
-def undisturbed(platform: None, report: Any) -> Iterator[Release]:
-    """A release whose run is complete."""
-    release = Release("undisturbed")
-    started = time.monotonic()
-    release.install(trainer=settings("undisturbed"))
-    release.wait_for_end()
-    report(f"helm install to the end of {STEPS} steps: {time.monotonic() - started:.0f} s")
-    yield release
-    release.uninstall()
 
 
 def test_a_release_trains_from_s3_to_s3_and_its_model_loads(undisturbed, tmp_path):
