@@ -29,7 +29,7 @@ WITH_TOOLS := PATH="$(CURDIR)/$(BIN):$(CURDIR)/.venv/bin:$$PATH"
 
 .PHONY: help
 help: ## List the targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 # ---- Run -------------------------------------------------------------------------------------------------------------
 

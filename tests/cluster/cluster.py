@@ -309,12 +309,13 @@ def install_kueue() -> None:
 
 
 def install(kustomization: Path, image: str) -> None:
-    """Applies manifests; their Deployment has the image that is here, and asks for no room."""
+    """Applies manifests; their Deployment has the image that is here, asks for no room, and is ready as soon as it answers."""
     objects = list(yaml.safe_load_all(kubectl("kustomize", kustomization)))
     for each in objects:
         if each["kind"] == "Deployment":
             [container] = each["spec"]["template"]["spec"]["containers"]
             container |= {"image": image, "imagePullPolicy": "Never", "resources": {}}
+            container["readinessProbe"] |= {"initialDelaySeconds": 0, "periodSeconds": 1}
     kubectl("apply", "--server-side", "-f", "-", input=yaml.safe_dump_all(objects))
 
 

@@ -57,19 +57,12 @@ class Release:
     def status(self) -> dict[str, Any]:
         return json.loads(kubectl("get", "rayjob", self.job, "--output", "json")).get("status", {})
 
-    def pods(self, component: str) -> list[str]:
-        """Names of the pods of `head`, `worker` or `submitter` that are there."""
-        selector = f"app.kubernetes.io/instance={self.name},app.kubernetes.io/component={component}"
-        return kubectl("get", "pods", "--selector", selector, "--output", "name").split()
+    def selector(self, component: str) -> str:
+        """Of the pods of `head`, `worker` or `submitter`."""
+        return f"app.kubernetes.io/instance={self.name},app.kubernetes.io/component={component}"
 
-    def ready(self, component: str) -> list[str]:
-        """Names of those of its pods whose containers are all ready."""
-        selector = f"app.kubernetes.io/instance={self.name},app.kubernetes.io/component={component}"
-        pods = json.loads(kubectl("get", "pods", "--selector", selector, "--output", "json"))["items"]
-        conditions = {
-            pod["metadata"]["name"]: {each["type"]: each["status"] for each in pod["status"].get("conditions", [])} for pod in pods
-        }
-        return [name for name, states in conditions.items() if states.get("Ready") == "True"]
+    def pods(self, component: str) -> list[str]:
+        return pods(self.selector(component))
 
     def worker_pods_ever(self) -> set[str]:
         """Names of all worker pods that this RayJob's clusters have ever had, from the cluster's events."""
@@ -135,6 +128,20 @@ def wait(what: str, check: Callable[[], bool], seconds: float = 500) -> float:
         assert time.monotonic() - started < seconds, f"no {what} after {seconds:.0f} s"
         time.sleep(0.5)
     return time.monotonic() - started
+
+
+def pods(selector: str) -> list[str]:
+    """Names of those that are there, as `pod/NAME`."""
+    return kubectl("get", "pods", "--selector", selector, "--output", "name").split()
+
+
+def ready(selector: str) -> list[str]:
+    """Names of those whose containers are all ready."""
+    items = json.loads(kubectl("get", "pods", "--selector", selector, "--output", "json"))["items"]
+    conditions = {
+        pod["metadata"]["name"]: {each["type"]: each["status"] for each in pod["status"].get("conditions", [])} for pod in items
+    }
+    return [name for name, states in conditions.items() if states.get("Ready") == "True"]
 
 
 def objects() -> set[str]:

@@ -7,7 +7,7 @@ from typing import Any
 import cluster
 import pytest
 import yaml
-from release import Release, helm, kubectl, settings, wait
+from release import Release, helm, kubectl, ready, settings, wait
 
 pytestmark = pytest.mark.full
 
@@ -67,7 +67,7 @@ def running(platform: None) -> Iterator[Release]:
     """A release whose run is under way."""
     release = Release("running")
     release.install(trainer=ENDLESS)
-    wait("worker pods", lambda: len(release.ready("worker")) == 2)
+    wait("worker pods", lambda: len(ready(release.selector("worker"))) == 2)
     yield release
     release.uninstall()
 

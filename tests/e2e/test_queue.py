@@ -1,0 +1,85 @@
+"""Runs that take turns in environments/platform's queue, with room for one of them."""
+
+import time
+
+import cluster
+import pytest
+import yaml
+from release import NAMESPACE, Release, assert_complete, kubectl, settings, wait
+
+pytestmark = pytest.mark.full
+
+# What one run asks for: head, two workers and submitter have 100m each.
+ROOM = {"cpu": "500m", "memory": "12Gi"}
+
+
+@pytest.fixture(scope="module")
+def queue(platform: None) -> str:
+    """Name of the LocalQueue."""
+    objects = list(yaml.safe_load_all((cluster.ROOT / "environments/platform/queues/queues.yaml").read_text()))
+    for each in objects:
+        if each["kind"] == "LocalQueue":
+            each["metadata"]["namespace"] = NAMESPACE
+        elif each["kind"] == "ClusterQueue":
+            for resource in [resource for group in each["spec"]["resourceGroups"] for resource in group["flavors"][0]["resources"]]:
+                resource["nominalQuota"] = ROOM.get(resource["name"], resource["nominalQuota"])
+    kubectl("apply", "-f", "-", input=yaml.safe_dump_all(objects))
+    [name] = {each["metadata"]["name"] for each in objects if each["kind"] == "LocalQueue"}
+    return name
+
+
+@pytest.fixture
+def releases(platform, request):
+    """Makes releases by name."""
+    made = []
+
+    def make(name: str) -> Release:
+        made.append(Release(name))
+        return made[-1]
+
+    yield make
+    for each in made:
+        each.uninstall()
+
+
+def install(release: Release, queue: str, **values) -> None:
+    release.install(
+        trainer=settings(release.name), serviceAccount={"create": False, "name": "default"}, queue={"name": queue} | values
+    )
+
+
+def pods(release: Release) -> list[str]:
+    return [*release.pods("head"), *release.pods("worker"), *release.pods("submitter")]
+
+
+def test_of_two_runs_with_room_for_one_the_second_waits_without_a_pod_and_then_runs(queue, releases, report):
+    first, second = releases("first"), releases("second")
+    install(first, queue)
+    first.wait_for_checkpoint()
+    install(second, queue)
+    wait("the second run to be held back", lambda: second.status().get("jobDeploymentStatus") == "Suspended", 60)
+    while first.outcome()["outcome"] is None:
+        assert pods(second) == []
+        time.sleep(1)
+    started = time.monotonic()
+    assert_complete(first, resumed_after=0) if first.wait_for_end() else None
+    wait("a worker of the second run", lambda: second.pods("worker") != [])
+    report(f"end of the first run to the second's workers: {time.monotonic() - started:.0f} s")
+    second.wait_for_end()
+    assert_complete(second, resumed_after=0)
+
+
+def test_a_run_that_is_preempted_by_one_of_higher_priority_saves_and_resumes_after_it(queue, releases, undisturbed, report):
+    low, high = releases("low"), releases("high")
+    install(low, queue)
+    step = low.wait_for_checkpoint()
+    install(high, queue, priorityClass="production")
+    wait("outcome of the preempted run", lambda: low.outcome()["outcome"] == "interrupted")
+    report(
+        f"preempted after step {step}: step {low.outcome()['step']} saved {low.outcome()['save_seconds']} s after it was asked to"
+    )
+    high.wait_for_end()
+    assert_complete(high, resumed_after=0)
+    low.wait_for_end()
+    assert_complete(low, resumed_after=step)
+    assert low.read("model/model.safetensors") == undisturbed.read("model/model.safetensors")
