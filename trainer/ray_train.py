@@ -23,6 +23,7 @@ from ray.train.torch import TorchConfig, TorchTrainer
 from ray.train.v2._internal.exceptions import WorkerHealthCheckFailedError, WorkerHealthCheckTimeoutError
 from ray.train.v2._internal.execution.callback import ControllerCallback
 from ray.train.v2._internal.execution.controller.state import PreemptingState, ResizingState, RunningState, SchedulingState
+from ray.train.v2._internal.execution.scaling_policy import ElasticScalingPolicy, NoopDecision
 from ray.train.v2.api.exceptions import WorkerGroupError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
@@ -122,7 +123,7 @@ def _fit(run: RunFile, failure: list[Exception]) -> None:
     hardware = run.hardware
     # Ray Train is told nothing of checkpoints, so its own storage is a folder that nobody reads again.
     with tempfile.TemporaryDirectory(prefix="ray-finetune-", ignore_cleanup_errors=True) as scratch:
-        trainer = TorchTrainer(
+        trainer = Trainer(
             work,
             train_loop_config={"run": run.model_dump(mode="json"), "cwd": os.getcwd()},
             torch_config=TorchConfig(backend="cpu:gloo,cuda:nccl" if hardware.gpus_per_node else "gloo", timeout_s=START_SECONDS),
@@ -137,7 +138,7 @@ def _fit(run: RunFile, failure: list[Exception]) -> None:
                 name=run.trainer.name,
                 storage_path=scratch,
                 failure_config=FailureConfig(max_failures=run.trainer.max_failures),
-                callbacks=[Resize(hardware.min_workers, run.trainer.hang_seconds)],  # pyright: ignore[reportArgumentType]
+                callbacks=[Resize(run.trainer.hang_seconds)],  # pyright: ignore[reportArgumentType]
             ),
         )
         try:
@@ -159,15 +160,36 @@ def first_cause(news: News, failure: list[Exception]) -> str:
     return "the workers ended without saying how; Ray's logs are in /tmp/ray/session_latest/logs"
 
 
-class Resize(ControllerCallback):
-    """In Ray Train's controller: says who it is and whether there are workers, and has them save and leave before a resize ends them.
+class Trainer(TorchTrainer):
+    """Ray Train's, whose workers are counted by `Places` where their number is a range."""
 
-    Where they are begun after a failure, it corrects their number: Ray Train looks at the nodes every 20 seconds only,
-    counts those that drain, and would wait for places on nodes that are gone.
+    def _initialize_and_run_controller(self, **parts: Any) -> Any:
+        if self.scaling_config.elasticity_enabled:
+            parts["scaling_policy"] = Places(self.scaling_config)
+        return super()._initialize_and_run_controller(**parts)
+
+
+class Places(ElasticScalingPolicy):
+    """In Ray Train's controller: with how many workers to begin, and whether to begin anew with more.
+
+    Ray Train's own view of the nodes is up to 20 seconds old and counts those that drain. By it, it would wait for places
+    on nodes that are gone, and end workers for more of them that have none.
     """
 
-    def __init__(self, min_workers: int | None, patience: float):
-        self.min_workers = min_workers
+    def _count_possible_workers(self, reserved_resources: Any) -> int:
+        room = _room(cast(dict[str, float], self.scaling_config._resources_per_worker_not_none))
+        return min(super()._count_possible_workers(reserved_resources), room)
+
+    def make_decision_for_running_worker_group(self, worker_group_state: Any, worker_group_status: Any) -> Any:
+        decision = super().make_decision_for_running_worker_group(worker_group_state, worker_group_status)
+        grows = getattr(decision, "num_workers", 0) > worker_group_state.num_workers
+        return decision if grows else NoopDecision()  # a node that is lost ends its worker, and a drain is a notice
+
+
+class Resize(ControllerCallback):
+    """In Ray Train's controller: says who it is and whether there are workers, and has them save and leave before a resize ends them."""
+
+    def __init__(self, patience: float):
         self.patience = patience  # seconds that workers have to save
         self.resizing = False
 
@@ -181,9 +203,6 @@ class Resize(ControllerCallback):
 
     def before_controller_execute_resize_decision(self, resize_decision: Any) -> None:
         if not self.resizing:  # there are no workers, or none that could save
-            room = _room(resize_decision.resources_per_worker)
-            if self.min_workers is not None and room >= self.min_workers:
-                resize_decision.num_workers = min(resize_decision.num_workers, room)
             return
         actor, deadline = control(), time.monotonic() + self.patience
         ray.get(actor.set_resizing.remote(True))

@@ -154,8 +154,7 @@ def test_a_lost_node_is_done_without_one_that_comes_is_used_and_one_that_drains_
     assert found % 10 == 1
     assert drained - 1 in run.saved_ever
     told = json.loads((uri / "outcome.json").read_text())["starts"]
-    # Ray Train may take a node that is gone for one that has come, and then begins once more with as many as before.
-    assert [workers for workers, _ in itertools.groupby(start["workers"] for start in told)] == [2, 1, 2, 1]
+    assert [start["workers"] for start in told] == [2, 1, 2, 1]  # no start but those that a node made needful
 
     alone = run_processes(1, run_training, values | {"storage": {"uri": str(tmp_path / "alone")}})[0]
     undisturbed = [row["loss"] for row in alone["rows"] if "loss" in row]
