@@ -290,33 +290,31 @@ def check_size(reference: str, archive: Path) -> None:
 
 
 def install_kuberay() -> None:
-    """The operator's own manifests, in a namespace."""
-    folder = FOLDER / "config/kuberay"
-    folder.mkdir()
-    base = os.path.relpath(module("kuberay", "github.com/ray-project/kuberay/ray-operator") / "config/default", folder)
-    (folder / "kustomization.yaml").write_text(yaml.safe_dump({"namespace": "ray-system", "resources": [base]}))
     kubectl("create", "namespace", "ray-system")
-    install(folder, OPERATOR)
+    install("kuberay", module("kuberay", "github.com/ray-project/kuberay/ray-operator"), OPERATOR, namespace="ray-system")
 
 
 def install_kueue() -> None:
-    """Kueue, beside what `up` has started: its controller asks for more than a machine of two cores has for every run."""
+    """Kueue, beside what `up` has started."""
     if KUEUE not in ctr("images", "list", "--quiet").split():
         import_image(KUEUE, "manager", BIN / "kueue")
-    install(module("kueue", "sigs.k8s.io/kueue") / "config/default", KUEUE)
+    install("kueue", module("kueue", "sigs.k8s.io/kueue"), KUEUE)
     controller = ("deployment/kueue-controller-manager", "--namespace=kueue-system")
     wait("Kueue is available", lambda: kubectl_ok("wait", "--for=condition=Available", *controller, "--timeout=1s"))
 
 
-def install(kustomization: Path, image: str) -> None:
-    """Applies manifests; their Deployment has the image that is here, asks for no room, and is ready as soon as it answers."""
-    objects = list(yaml.safe_load_all(kubectl("kustomize", kustomization)))
-    for each in objects:
-        if each["kind"] == "Deployment":
-            [container] = each["spec"]["template"]["spec"]["containers"]
-            container |= {"image": image, "imagePullPolicy": "Never", "resources": {}}
-            container["readinessProbe"] |= {"initialDelaySeconds": 0, "periodSeconds": 1}
-    kubectl("apply", "--server-side", "-f", "-", input=yaml.safe_dump_all(objects))
+def install(name: str, source: Path, image: str, **fields: str) -> None:
+    """The manifests of a module; their Deployment has the image that is here, asks for no room, and is ready as soon as it answers."""
+    folder = FOLDER / "config" / name
+    folder.mkdir(exist_ok=True)
+    changes = {"image": image, "imagePullPolicy": "Never", "resources": {}}
+    changes |= {"readinessProbe/initialDelaySeconds": 0, "readinessProbe/periodSeconds": 1}
+    container = "/spec/template/spec/containers/0"
+    patch = [{"op": "add", "path": f"{container}/{path}", "value": value} for path, value in changes.items()]
+    patches = [{"target": {"kind": "Deployment"}, "patch": json.dumps(patch)}]
+    kustomization = {"resources": [os.path.relpath(source / "config/default", folder)], "patches": patches} | fields
+    (folder / "kustomization.yaml").write_text(json.dumps(kustomization))
+    kubectl("apply", "--server-side", "-k", folder)
 
 
 # ---- down ----

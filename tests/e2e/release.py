@@ -16,9 +16,15 @@ from trainer.config import RunFile
 BUCKET = "ray-finetune-smoke"
 NAMESPACE = "e2e"
 VALUES = [cluster.ROOT / "environments/smoke/values.yaml", Path(__file__).parent / "values.yaml"]
-
-
 STEPS = 60
+# The securityContext of a container that the namespace accepts.
+RESTRICTED = {
+    "allowPrivilegeEscalation": False,
+    "capabilities": {"drop": ["ALL"]},
+    "runAsNonRoot": True,
+    "runAsUser": 1000,
+    "seccompProfile": {"type": "RuntimeDefault"},
+}
 
 
 def settings(name: str, **sections: Any) -> dict[str, Any]:

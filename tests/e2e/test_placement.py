@@ -7,7 +7,7 @@ from typing import Any
 import cluster
 import pytest
 import yaml
-from release import helm, kubectl, wait
+from release import RESTRICTED, helm, kubectl, wait
 
 CATALOGUE = yaml.safe_load((cluster.ROOT / "charts/ray-finetune/files/instance-types.yaml").read_text())
 ZONES = ("us-east-1a", "us-east-1b")
@@ -34,7 +34,7 @@ def add_node(platform: None) -> Iterator[Callable[[str, dict[str, Any], str], No
         room |= {"nvidia.com/gpu": str(figures["gpu_count"]), "vpc.amazonaws.com/efa": str(figures["efa"])}
         status = {"capacity": room, "allocatable": room, "conditions": [{"type": "Ready", "status": "True"}]}
         kubectl("patch", "node", name, "--subresource=status", "--type=merge", "--patch", json.dumps({"status": status}))
-        container = {"name": "daemons", "image": cluster.PAUSE, "resources": {"requests": DAEMONS}}
+        container = {"name": "daemons", "image": cluster.PAUSE, "resources": {"requests": DAEMONS}, "securityContext": RESTRICTED}
         pod = {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": name}, "spec": {"nodeName": name, "containers": [container]}}
         kubectl("create", "-f", "-", input=json.dumps(pod))
 

@@ -7,7 +7,7 @@ from typing import Any
 import cluster
 import pytest
 import yaml
-from release import Release, helm, kubectl, ready, settings, wait
+from release import RESTRICTED, Release, helm, kubectl, ready, settings, wait
 
 pytestmark = pytest.mark.full
 
@@ -50,15 +50,6 @@ except Exception as error:
     control = str(error)
 print(json.dumps([said, control]))
 """
-RESTRICTED = {
-    "allowPrivilegeEscalation": False,
-    "capabilities": {"drop": ["ALL"]},
-    "runAsNonRoot": True,
-    "runAsUser": 1000,
-    "seccompProfile": {"type": "RuntimeDefault"},
-}
-
-
 ENDLESS = settings("running", duration={"steps": 100_000})
 
 
