@@ -26,12 +26,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from safetensors import SafetensorError, safe_open
-from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from trainer.config import CheckpointConfig, RunError
 from trainer.optim import set_step
-from trainer.parallel import START_SECONDS, World
+from trainer.parallel import START_SECONDS, World, own_rows
 from trainer.storage import DamagedError, Storage
 
 MANIFEST = "manifest.json"
@@ -65,22 +63,19 @@ class Shard:
 
 
 def local_shards(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Shard]:
-    """What this rank holds of every tensor that a resumed run needs: parameters, persistent buffers, AdamW's moments."""
+    """What this rank holds of every tensor that a resumed run needs: trained parameters, persistent buffers, AdamW's moments."""
     persistent = model.state_dict().keys()
-    tensors: dict[str, torch.Tensor] = {f"model.{name}": parameter.data for name, parameter in model.named_parameters()}
+    trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+    tensors: dict[str, torch.Tensor] = {f"model.{name}": parameter.data for name, parameter in trained.items()}
     tensors |= {f"model.{name}": buffer for name, buffer in model.named_buffers() if name in persistent}
-    for name, parameter in model.named_parameters():
+    for name, parameter in trained.items():
         for moment in ("exp_avg", "exp_avg_sq"):
-            if parameter in optimizer.state:
-                tensors[f"optimizer.{name}.{moment}"] = optimizer.state[parameter][moment]
+            tensors[f"optimizer.{name}.{moment}"] = optimizer.state[parameter][moment]
     shards, offset = {}, 0
     # Without holes, as safetensors wants it, and yet aligned: the widest types come first.
     for name, tensor in sorted(tensors.items(), key=lambda item: -item[1].element_size()):
-        start = 0
-        if isinstance(tensor, DTensor):
-            shape, place = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
-            tensor, start = tensor.to_local()[: shape[0]], place[0] if shape[0] else 0
-        shards[name] = Shard(tensor.detach(), start, len(tensor) if tensor.ndim else 1, offset)
+        rows, start = own_rows(tensor)
+        shards[name] = Shard(rows, start, len(rows) if rows.ndim else 1, offset)
         offset += shards[name].num_bytes
     return shards
 

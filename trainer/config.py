@@ -78,6 +78,36 @@ class ModelConfig(Settings):
     """Parameters that are not trained, as shell-style patterns of their names, such as `model.embed_tokens.*`."""
 
 
+def _names(value: Any) -> Any:
+    """One name is a list of one."""
+    return [value] if isinstance(value, str) else value
+
+
+_Name = Annotated[str, Field(min_length=1)]
+Names = Annotated[
+    list[_Name],
+    Field(min_length=1),
+    BeforeValidator(_names, json_schema_input_type=_Name | Annotated[list[_Name], Field(min_length=1)]),
+]
+
+
+class LoraConfig(Settings):
+    r: int = Field(default=16, ge=1)
+    """Rank of the adapters: rows of each layer's matrix A, and columns of its matrix B."""
+
+    alpha: int = Field(default=32, ge=1)
+    """An adapter's output is scaled by alpha / r."""
+
+    dropout: float = Field(default=0.0, ge=0, lt=1)
+    """Share of an adapter's inputs that are dropped in training."""
+
+    target_modules: Names = ["all-linear"]
+    """Linear layers that get an adapter: ends of their names, such as `q_proj`, or `all-linear`, which are those of all blocks."""
+
+    merge: bool = False
+    """Export the whole model with its adapters added to the weights, instead of the adapters alone in peft's files."""
+
+
 class SourceConfig(Settings):
     path: str = Field(min_length=1)
     """Rows: a file, a glob or a folder, local or `s3://` (.jsonl or .json, also .gz or .zst; .parquet), or a Hugging Face dataset id."""
@@ -278,6 +308,9 @@ class TrainerConfig(Settings):
     data: DataConfig
     """What it is trained and evaluated on."""
 
+    lora: LoraConfig | None = None
+    """Low-rank adapters that are trained instead of the weights, at some ten times the `optim.lr`; null means that the weights are."""
+
     duration: DurationConfig = DurationConfig(epochs=1)
     """How long it trains."""
 
@@ -334,6 +367,14 @@ class TrainerConfig(Settings):
     """Take the run over from another Helm release that holds it, which then saves and leaves."""
 
     @model_validator(mode="after")
+    def _lora_alone_is_trained(self) -> "TrainerConfig":
+        if self.lora and self.model.added_tokens:
+            raise ValueError("with lora, model.added_tokens would never be trained; remove one of the two")
+        if self.lora and self.model.freeze:
+            raise ValueError("with lora, all that model.freeze names is frozen already; remove one of the two")
+        return self
+
+    @model_validator(mode="after")
     def _best_is_measured(self) -> "TrainerConfig":
         if self.best is None:
             return self
@@ -373,6 +414,8 @@ class TrainerConfig(Settings):
             result["compile"],
             result["optim"]["max_skipped_steps"],
         )
+        if self.lora is None:
+            del result["lora"]
         if self.best and (self.best.export or self.best.patience):  # then the evaluations decide on the weights
             result["best"] = self.best.model_dump() | {"every_steps": self.evaluate.every_steps}
         result["order_version"] = ORDER_VERSION

@@ -136,7 +136,8 @@ def read_outcome(storage: Storage) -> dict[str, Any] | None:
         outcome = json.loads(storage.read("outcome.json"))
     except (FileNotFoundError, ValueError):
         return None
-    return None if outcome["outcome"] == "complete" and "model/config.json" not in storage.list("model") else outcome
+    exported = {"model/config.json", "model/adapter_config.json"} & storage.list("model").keys()
+    return None if outcome["outcome"] == "complete" and not exported else outcome
 
 
 def write_outcome(run: RunFile, storage: Storage, outcome: str, cause: str | None, step: int, **facts: Any) -> None:

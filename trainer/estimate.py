@@ -50,13 +50,14 @@ def find_gpu(name: str) -> Gpu | None:
     return next((gpu for start, gpu in GPUS.items() if name == start or name.startswith(start + " ")), None)
 
 
-def flops_per_token(num_parameters: int, num_layers: int, hidden_size: int, sequence_length: int) -> float:
-    """Model FLOPs of one trained token: 6N + 12·L·d·S.
+def flops_per_token(num_parameters: int, num_trained: int, num_layers: int, hidden_size: int, sequence_length: int) -> float:
+    """Model FLOPs of one trained token: 4N + 2T + 12·L·d·S, of which 2N + 4·L·d·S forward.
 
-    PaLM (Chowdhery et al. 2022, appendix B): 6N for the parameters' matrix products forward and backward, 12·L·d·S
-    for attention over S tokens, causality not deducted. Recomputation does not count. N includes the embedding.
+    PaLM's 6N + 12·L·d·S (Chowdhery et al. 2022, appendix B) where all N parameters are trained, as T is N: 6N for the
+    matrix products forward and backward, 12·L·d·S for attention over S tokens, causality not deducted. A weight that is
+    frozen has no product for its own gradient. Recomputation does not count. N includes the embedding.
     """
-    return 6 * num_parameters + 12 * num_layers * hidden_size * sequence_length
+    return 4 * num_parameters + 2 * num_trained + 12 * num_layers * hidden_size * sequence_length
 
 
 @dataclass(frozen=True)
@@ -76,9 +77,11 @@ class Machine:
 
 @dataclass(frozen=True)
 class Shape:
-    """A dense transformer: parameters in all, in its largest block and in none; its widths; bytes of a computed number."""
+    """A dense transformer: parameters in all, trained ones, in its largest block and in none; its widths; bytes of a computed
+    number, and of a frozen one as it is kept."""
 
     parameters: int
+    trained: int
     block: int
     outside: int
     num_blocks: int
@@ -89,6 +92,8 @@ class Shape:
     heads: int
     vocabulary: int
     width: int = 2
+    frozen_width: int = 4
+    adapted: int = 0  # numbers that a block's adapters keep of each token
     reduced: int = 4  # bytes of a gradient's number on its way to others
 
     @classmethod
@@ -96,11 +101,15 @@ class Shape:
         """Of a transformers model, on the meta device or any other."""
         config = model.config.get_text_config()
         count = sum(parameter.numel() for parameter in model.parameters())
+        frozen = [parameter for parameter in model.parameters() if not parameter.requires_grad]
+        adapters = [module for module in model.modules() if hasattr(module, "lora_A")]
+        adapted = sum(module.lora_A.shape[0] + (module.in_features if module.dropout else 0) for module in adapters)
         sizes = [sum(parameter.numel() for parameter in block.parameters()) for block in blocks]
         head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         kv_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
         return cls(
             parameters=count,
+            trained=count - sum(parameter.numel() for parameter in frozen),
             block=max(sizes, default=count),
             outside=count - sum(sizes),
             num_blocks=len(blocks),
@@ -111,6 +120,8 @@ class Shape:
             heads=config.num_attention_heads,
             vocabulary=config.vocab_size,
             width=width,
+            frozen_width=min((parameter.element_size() for parameter in frozen), default=4),
+            adapted=adapted // max(1, len(blocks)),
         )
 
 
@@ -127,28 +138,33 @@ class Choice:
 
 
 def state_bytes(shape: Shape, choice: Choice, size: int) -> float:
-    """Bytes of parameters, moments and gradients, float32 and sharded over `size`, and of what is gathered at the fullest."""
-    whole, width = shape.parameters, shape.width
-    copies = width if width < 4 else 0
+    """Bytes of parameters, and of the trained ones' float32 moments and gradients, sharded over `size`; and of what is gathered
+    at the fullest."""
+    whole, width, trained, frozen = shape.parameters, shape.width, shape.trained, shape.parameters - shape.trained
+    kept = 16 * trained + shape.frozen_width * frozen
     if size == 1:
-        return (16 + copies) * whole
-    largest = max(shape.block, shape.outside)
+        copied = (trained if width < 4 else 0) + (frozen if width < shape.frozen_width else 0)
+        return kept + width * copied
+    largest = min(max(shape.block, shape.outside), trained)
     reducing = (width + 4 + 4 / size) * largest  # a group's gradients, and in float32 on their way
     gathered = {
-        "step": (width + 4) * whole,
+        "step": width * whole + 4 * trained,
         "pass": width * whole + reducing,
         "block": width * (shape.outside + 2 * shape.block) + reducing,
     }
-    return 16 * whole / size + gathered[choice.gathered] + (reducing if choice.gathered == "step" else 0)
+    return kept / size + gathered[choice.gathered] + (reducing if choice.gathered == "step" else 0)
 
 
 def activation_bytes(shape: Shape, choice: Choice, sequence_length: int, memory_bytes: float) -> float:
     """Bytes that compiled blocks keep for the backward pass, and the head's at its fullest."""
     tokens = choice.micro_batch * sequence_length
-    kept = shape.width * (4 * shape.hidden + 2 * shape.query + 2 * shape.key + 3 * shape.ffn) + 4 * (shape.heads + 2)
+    numbers = 4 * shape.hidden + 2 * shape.query + 2 * shape.key + 3 * shape.ffn + shape.adapted
+    kept = shape.width * numbers + 4 * (shape.heads + 2)
     blocks = (shape.num_blocks - choice.recomputed) * kept + choice.recomputed * shape.width * shape.hidden
     chunk = min(tokens, head_chunk(shape.vocabulary, memory_bytes))
-    head = shape.width * shape.vocabulary * chunk + 4 * shape.vocabulary * shape.hidden + 5 * shape.width * shape.hidden * tokens
+    weights = shape.vocabulary * shape.hidden
+    gradient = 4 * weights if shape.trained >= weights else 0  # else the head is frozen
+    head = shape.width * shape.vocabulary * chunk + gradient + 5 * shape.width * shape.hidden * tokens
     # Once the head is done, a block that is made again takes the head's place.
     return tokens * blocks + max(head, tokens * kept if choice.recomputed else 0)
 
@@ -190,12 +206,14 @@ def step_times(shape: Shape, choice: Choice, machine: Machine, sequences: int, s
     passes = -(-share // choice.micro_batch)
     tokens = choice.micro_batch * sequence_length
     speed = gpu.flops * gpu.efficiency * tokens / (tokens + SMALL)
-    flops = tokens * flops_per_token(shape.parameters, shape.num_blocks, shape.hidden, sequence_length)
-    third = max(flops / 3 / speed, shape.width * shape.parameters / gpu.memory)
-    again = choice.recomputed * shape.block / shape.parameters
-    forward, backward = third, (2 + again) * third
-    gather = transfer_seconds(shape.width * shape.parameters, machine)
-    reduce = transfer_seconds(shape.reduced * shape.parameters, machine)
+    whole, trained = shape.parameters, shape.trained
+    of_all, of_trained = (flops_per_token(whole, n, shape.num_blocks, shape.hidden, sequence_length) for n in (whole, trained))
+    reading = shape.width * whole / gpu.memory  # the weights, for each of three products
+    forward = max(tokens * of_all / 3 / speed, reading)
+    backward = max(tokens * (of_trained - of_all / 3) / speed, reading * (1 + trained / whole))
+    backward += forward * choice.recomputed * shape.block / whole
+    gather = transfer_seconds(shape.width * whole, machine)
+    reduce = transfer_seconds(shape.reduced * trained, machine)
     # What is sent while something is computed costs only what it takes longer.
     first, last = max(0.0, gather - forward), max(0.0, reduce - backward)
     waiting = {
@@ -203,7 +221,7 @@ def step_times(shape: Shape, choice: Choice, machine: Machine, sequences: int, s
         "pass": passes * (first + last),
         "block": passes * (first + max(0.0, gather + reduce - backward)),
     }
-    optimizer = 32 * shape.parameters / size / gpu.memory
+    optimizer = 32 * trained / size / gpu.memory
     return Times(passes * (forward + backward), waiting[choice.gathered] if size > 1 else 0.0, optimizer)
 
 

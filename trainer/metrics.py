@@ -33,8 +33,9 @@ class Meter:
 
     def __init__(self, model: Any, sequence_length: int, num_steps: int, world: World):
         shape = model.config.get_text_config()
-        count = sum(parameter.numel() for parameter in model.parameters())
-        self.flops = flops_per_token(count, shape.num_hidden_layers, shape.hidden_size, sequence_length)
+        sizes = [(parameter.numel(), parameter.requires_grad) for parameter in model.parameters()]
+        count, trained = sum(size for size, _ in sizes), sum(size for size, learns in sizes if learns)
+        self.flops = flops_per_token(count, trained, shape.num_hidden_layers, shape.hidden_size, sequence_length)
         self.num_steps, self.world = num_steps, world
         self.seconds_per_step: float | None = None
         self.pause()

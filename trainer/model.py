@@ -1,4 +1,4 @@
-"""The model: where its files come from, its skeleton on the meta device, its weights, its loss and its export."""
+"""The model: where its files come from, its skeleton on the meta device, its weights and its loss."""
 
 import contextlib
 import fnmatch
@@ -6,7 +6,6 @@ import importlib.util
 import json
 import os
 import shutil
-import tempfile
 import types
 from collections.abc import Iterator
 from hashlib import sha256
@@ -16,22 +15,18 @@ from typing import Any
 import torch
 from filelock import FileLock
 from safetensors import safe_open
-from safetensors.torch import save_file
-from torch import nn
-from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from trainer.attention import VARLEN, choose_attention, document_bounds
 from trainer.config import InputError, ModelConfig, TrainerConfig, refusing
+from trainer.lora import add_adapters, base_weights
 from trainer.loss import LogitScale, Targets, scores, weighted_loss
 from trainer.packing import MicroBatch
-from trainer.parallel import World, free_gathered
+from trainer.parallel import free_gathered, own_rows
 from trainer.storage import Storage, open_storage
 
 GGUF_VERSION = 2  # raised whenever the same GGUF would give another folder
-EXPORT_SHARD = 4 * 2**30  # bytes in one safetensors file
 WEIGHTS = (".safetensors", ".bin", ".gguf")
 
 
@@ -199,8 +194,11 @@ def check_model(folder: Path, tokenizer: Any, config: TrainerConfig) -> None:
         weight_files(model, folder)
 
 
-def build_model(folder: Path, config: TrainerConfig, attention: str) -> Any:
-    """The model without weights: float32 parameters on the meta device, real buffers, frozen parameters marked."""
+def build_model(folder: Path, config: TrainerConfig, attention: str, dtype: torch.dtype = torch.float32) -> Any:
+    """The model without weights: float32 parameters on the meta device, real buffers, frozen parameters marked.
+
+    With adapters, all other parameters are of type `dtype`, in which the model computes.
+    """
     from accelerate import init_empty_weights
 
     shape = AutoConfig.from_pretrained(folder)
@@ -224,6 +222,8 @@ def build_model(folder: Path, config: TrainerConfig, attention: str) -> Any:
             model.get_parameter(name).requires_grad_(False)
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise InputError("model.freeze: every parameter is frozen, so nothing would train; narrow the patterns")
+    if config.lora:
+        add_adapters(model, config.lora, dtype)
     return model
 
 
@@ -234,19 +234,25 @@ def _per_token(model: Any, size: int) -> dict[str, int]:
     return {name: size for name, parameter in model.named_parameters() if id(parameter) in own}
 
 
-def load_pretrained(model: Any, folder: Path) -> None:
-    """Copies the base model's weights into this rank's shards, reading from disk only the rows that it owns."""
-    where, parameters = weight_files(model, folder), dict(model.named_parameters())
-    for file in sorted(set(where.values())):
+def load_pretrained(model: Any, folder: Path, frozen_only: bool = False) -> int:
+    """Copies the base model's weights into this rank's shards, reading from disk only the rows that it owns.
+
+    Returns a checksum of the rows that are frozen; its sum over all ranks modulo 2**40 is the same at any number of them.
+    """
+    wanted = {name: weight for name, weight in base_weights(model).items() if not (frozen_only and weight.requires_grad)}
+    checksum = 0
+    for file in sorted(set(weight_files(model, folder).values())) if wanted else []:
         with safe_open(file, framework="pt") as weights:
-            for name in weights.keys() & parameters.keys():
-                _copy_rows(parameters[name], weights.get_slice(name))
+            for name in weights.keys() & wanted.keys():
+                rows = _copy_rows(wanted[name], weights.get_slice(name))
+                checksum += 0 if wanted[name].requires_grad else _sum_of_bits(rows)
+    return checksum
 
 
 def weight_files(model: Any, folder: Path) -> dict[str, Path]:
     """The safetensors file of each parameter, from the files' headers; InputError where one is missing or of another shape."""
     where: dict[str, Path] = {}
-    parameters = dict(model.named_parameters())
+    parameters = base_weights(model)
     for file in sorted(folder.glob("*.safetensors")):
         with refusing(f"model.path: {file} is damaged", "fetch it again"), safe_open(file, framework="pt") as weights:
             for name in sorted(weights.keys() & parameters.keys()):
@@ -266,23 +272,27 @@ def weight_files(model: Any, folder: Path) -> dict[str, Path]:
     return where
 
 
-def _copy_rows(parameter: torch.Tensor, source: Any) -> None:
+def _copy_rows(parameter: torch.Tensor, source: Any) -> torch.Tensor:
     """Fills this rank's rows of `parameter`; rows that `source` lacks, those of added tokens, get the mean of its own.
+
+    Returns the rows that it has read.
 
     At the mean a new token is as likely as an average one, so that the loss does not jump (Hewitt 2021, "Initializing
     New Word Embeddings for Pretrained Language Models").
     """
-    target, first = parameter.data, 0
-    if isinstance(parameter, DTensor):
-        shape, offset = compute_local_shape_and_global_offset(parameter.shape, parameter.device_mesh, parameter.placements)
-        target, first = parameter.to_local().data[: shape[0]], offset[0] if shape[0] else 0
-    if not target.numel():
-        return
+    target, first = own_rows(parameter)
     present = max(0, min(len(target), source.get_shape()[0] - first))
-    if present:
-        target[:present].copy_(source[first : first + present])
+    rows = source[first : first + present] if present else torch.empty(0)
+    target[:present].copy_(rows)
     if present < len(target):
         target[present:] = source[:].float().mean(0).to(target)
+    return rows
+
+
+def _sum_of_bits(rows: torch.Tensor) -> int:
+    """Of all numbers, as integers of their own width."""
+    integers = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    return int(rows.view(integers[rows.element_size()]).sum(dtype=torch.int64))
 
 
 def loss_inputs(model: Any, batch: MicroBatch, device: torch.device) -> dict[str, Any]:
@@ -381,91 +391,12 @@ def answer(
     else:
         inputs = tokenizer(sample["prompt"], return_tensors="pt")
     ids = inputs["input_ids"].to(device)
-    stop = [*_as_list(model.generation_config.eos_token_id), *_as_list(tokenizer.eos_token_id), *_as_list(end_of_turn)]
+    stop = [*as_list(model.generation_config.eos_token_id), *as_list(tokenizer.eos_token_id), *as_list(end_of_turn)]
     pad = stop[0] if stop else 0
     with as_published(model):
         output = model.generate(input_ids=ids, max_new_tokens=max_new_tokens, do_sample=False, eos_token_id=stop, pad_token_id=pad)
     return tokenizer.decode(output[0, ids.shape[1] :], skip_special_tokens=True).strip()
 
 
-def _as_list(value: int | list[int] | None) -> list[int]:
+def as_list(value: int | list[int] | None) -> list[int]:
     return [] if value is None else [value] if isinstance(value, int) else value
-
-
-def export(model: Any, folder: Path, config: TrainerConfig, storage: Storage, end_of_turn: int | None, world: World) -> None:
-    """Writes `model/` of the run: safetensors in the base model's type, config, generation config and tokenizer.
-
-    A collective. One file's tensors at a time are gathered, and rank 0 alone writes. A tied head is left out, as
-    transformers itself leaves it out.
-    """
-    base = AutoConfig.from_pretrained(folder)
-    base.get_text_config().vocab_size = model.config.get_text_config().vocab_size
-    dtype = base.dtype if isinstance(base.dtype, torch.dtype) else _stored_type(folder)
-    files = _split(model, dtype)
-    with tempfile.TemporaryDirectory() as scratch:
-        for name, tensors in files.items():
-            world.alive()
-            full = {key: _full(tensor).to(dtype) for key, tensor in tensors.items()}
-            if world.is_main:
-                save_file({key: tensor.cpu().contiguous() for key, tensor in full.items()}, f"{scratch}/{name}", {"format": "pt"})
-                storage.upload(Path(scratch, name), f"model/{name}")
-                Path(scratch, name).unlink(missing_ok=True)
-        if world.is_main:
-            _write_configs(Path(scratch), base, dtype, folder, load_tokenizer(folder, config), end_of_turn)
-            if len(files) > 1:
-                index = {key: name for name, tensors in files.items() for key in tensors}
-                size = sum(tensor.numel() * dtype.itemsize for tensors in files.values() for tensor in tensors.values())
-                text = json.dumps({"metadata": {"total_size": size}, "weight_map": index}, indent=1)
-                Path(scratch, "model.safetensors.index.json").write_text(text)
-            for file in Path(scratch).iterdir():
-                storage.upload(file, f"model/{file.name}")
-
-
-def _stored_type(folder: Path) -> torch.dtype:
-    """Type of the base model's first tensor, where its config.json does not say."""
-    with safe_open(min(folder.glob("*.safetensors")), framework="pt") as weights:
-        return weights.get_tensor(min(weights.keys())).dtype
-
-
-def _split(model: nn.Module, dtype: torch.dtype) -> dict[str, dict[str, torch.Tensor]]:
-    parts: list[dict[str, torch.Tensor]] = [{}]
-    room = EXPORT_SHARD
-    persistent = model.state_dict().keys()
-    for name, tensor in [*model.named_parameters(), *((n, b) for n, b in model.named_buffers() if n in persistent)]:
-        size = tensor.numel() * dtype.itemsize
-        if size > room and parts[-1]:
-            parts.append({})
-            room = EXPORT_SHARD
-        parts[-1][name] = tensor
-        room -= size
-    if len(parts) == 1:
-        return {"model.safetensors": parts[0]}
-    return {f"model-{i:05d}-of-{len(parts):05d}.safetensors": part for i, part in enumerate(parts, start=1)}
-
-
-def _full(tensor: torch.Tensor) -> torch.Tensor:
-    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach()
-
-
-def _write_configs(target: Path, base: Any, dtype: torch.dtype, folder: Path, tokenizer: Any, end_of_turn: int | None) -> None:
-    base.dtype = dtype
-    base.save_pretrained(target)
-    try:
-        generation = GenerationConfig.from_pretrained(folder)
-    except OSError:
-        generation = GenerationConfig.from_model_config(base)
-    # Padding needs a token of its own name, not a new one; with the end of a text, it is not what ends a turn.
-    if tokenizer.pad_token is None and tokenizer.eos_token is not None:
-        tokenizer.pad_token = tokenizer.eos_token
-    if generation.pad_token_id is None:
-        generation.pad_token_id = tokenizer.pad_token_id
-    # A base model stops only at the end of a text; the tuned one has learnt to end its turn.
-    if end_of_turn is not None:
-        stop = _as_list(generation.eos_token_id)
-        if end_of_turn not in stop:
-            generation.eos_token_id = [end_of_turn, *stop]
-            tokenizer.eos_token = tokenizer.convert_ids_to_tokens(end_of_turn)
-    if not generation.do_sample and (generation.temperature, generation.top_p, generation.top_k) != (None, None, None):
-        generation.do_sample = True  # settings for sampling say that it is meant; transformers refuses to save them otherwise
-    generation.save_pretrained(target)
-    tokenizer.save_pretrained(target)

@@ -22,6 +22,8 @@ from torch._C._distributed_c10d import HashStore
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.distributed_c10d import _set_pg_timeout
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.utils._triton import has_triton
 from torch.utils.checkpoint import checkpoint
 
@@ -264,7 +266,7 @@ def shard(model: Any, world: World, dtype: torch.dtype, gathered: Gathered = "pa
 
 
 class Copies:
-    """A model's parameters once more, in the type that it computes in; the modules hold them while `in_place`.
+    """A model's float32 parameters once more, in the type that it computes in; the modules hold them while `in_place`.
 
     It stands in for FSDP where there is nobody to share with: that would copy weights and gradients three times more.
     Gradients are summed in float32 where the optimizer looks for them, in the parameters' own `grad`.
@@ -272,7 +274,7 @@ class Copies:
 
     def __init__(self, model: nn.Module, dtype: torch.dtype):
         self.dtype = dtype
-        self.parameters = list(model.parameters())
+        self.parameters = [parameter for parameter in model.parameters() if parameter.dtype != dtype]
         self.copies: list[nn.Parameter] = []
         self.fresh = False
         places = {id(parameter): number for number, parameter in enumerate(self.parameters)}
@@ -280,7 +282,7 @@ class Copies:
             (module._parameters, name, places[id(parameter)])
             for module in model.modules()
             for name, parameter in module._parameters.items()
-            if parameter is not None
+            if parameter is not None and id(parameter) in places
         ]
 
     @contextlib.contextmanager
@@ -345,6 +347,19 @@ def free_gathered(model: nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
+
+
+def own_rows(tensor: torch.Tensor) -> tuple[torch.Tensor, int]:
+    """This rank's rows of a tensor, which share its memory, and the number of the first; all of them where it is not sharded."""
+    if not isinstance(tensor, DTensor):
+        return tensor.detach(), 0
+    shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+    return tensor.to_local().detach()[: shape[0]], offset[0] if shape[0] else 0
+
+
+def full(tensor: torch.Tensor) -> torch.Tensor:
+    """The whole tensor. A collective."""
+    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach()
 
 
 def materialize(model: nn.Module, device: torch.device) -> None:

@@ -87,11 +87,14 @@ def num_tokens(run: RunFile) -> int | None:
 
 def model_shape(run: RunFile) -> Shape:
     """Of the run's model, from its config.json alone."""
+    import torch
+
     from trainer.model import build_model, fetch_model
     from trainer.parallel import blocks
 
-    model = build_model(fetch_model(run.trainer, weights=False), run.trainer, "sdpa")
-    return Shape.of(model, blocks(model), 4 if run.trainer.precision == "float32" else 2)
+    dtype = torch.float32 if run.trainer.precision == "float32" else torch.bfloat16
+    model = build_model(fetch_model(run.trainer, weights=False), run.trainer, "sdpa", dtype)
+    return Shape.of(model, blocks(model), dtype.itemsize)
 
 
 def plan(run: RunFile, nodes: int | None, prices: dict[str, float]) -> str:

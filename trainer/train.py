@@ -17,10 +17,12 @@ from trainer.attention import choose_attention
 from trainer.best import Best
 from trainer.checkpoint import Checkpoints
 from trainer.choices import decide
-from trainer.config import Hardware, RunError, RunFile, TrainerConfig
+from trainer.config import Hardware, InputError, RunError, RunFile, TrainerConfig
+from trainer.export import export
 from trainer.inputs import Sets, load_sets, read_inputs
+from trainer.lora import describe_adapters, init_adapters
 from trainer.metrics import Journal, Meter
-from trainer.model import answer, build_model, check_head, export, fetch_model, load_pretrained, load_tokenizer, loss_inputs
+from trainer.model import answer, build_model, check_head, fetch_model, load_pretrained, load_tokenizer, loss_inputs
 from trainer.optim import build_optimizer, gradient_norm, guarded_step, learning_rate, set_learning_rate
 from trainer.packing import MicroBatch, Plan, micro_batches, num_tokens, pack, total_weight
 from trainer.parallel import (
@@ -56,8 +58,9 @@ def train(run: RunFile, world: World, report: Callable[[dict[str, Any]], None]) 
     optimizer = build_optimizer(model, config.optim)
     checkpoints = Checkpoints(storage, config.checkpoint, world, model, optimizer)
     step = checkpoints.restore()
+    base = load_base(model, folder, config, step, checkpoints.loop, world)
     if step == 0:
-        load_pretrained(model, folder)
+        init_adapters(model, config.seed)
         check_head(model, world.device)
     journal = Journal(storage, step, world.is_main, report, checkpoints.check_newest)
     held_out = HeldOut(config, sets, folder, world)
@@ -105,7 +108,7 @@ def train(run: RunFile, world: World, report: Callable[[dict[str, Any]], None]) 
             meter.pause()
         if saving or over:
             journal.flush()
-            checkpoints.save(step, {"skipped_steps": under_way.skipped_steps, "best": best.state})
+            checkpoints.save(step, {"skipped_steps": under_way.skipped_steps, "best": best.state, "base": base})
             meter.pause()
 
     checkpoints.finish()
@@ -130,11 +133,27 @@ def make_model(
     """The model over all ranks, without its weights, made for the device, and the settings with what that decided."""
     dtype = compute_type(config, world.device)
     attention = choose_attention(AutoConfig.from_pretrained(folder), config, world.device, dtype)
-    model = build_model(folder, config, attention)
+    model = build_model(folder, config, attention, dtype)
+    if config.lora and world.is_main:
+        say(describe_adapters(model))
     compile_blocks(model, config, world.device)
     config, choice = decide(model, config, hardware, dtype, world, say)
     recompute(model, choice.recomputed)
     return shard(model, world, dtype, choice.gathered), config
+
+
+def load_base(model: Any, folder: Path, config: TrainerConfig, step: int, loop: dict[str, Any], world: World) -> int:
+    """Reads what no checkpoint holds: at step 0 all weights, later the frozen ones, which must be those that the run began with.
+
+    Returns what the checkpoints of the run know them by. A collective.
+    """
+    base = round(world.sum(load_pretrained(model, folder, frozen_only=step > 0) % 2**40)[0]) % 2**40
+    if loop.get("base", base) != base:
+        raise InputError(
+            f"model.path: the frozen weights in {config.model.path} are not those that this run began with; "
+            "put those back, or start a run of another name"
+        )
+    return base
 
 
 def best_weights(step: int, best: Best, checkpoints: Checkpoints) -> int:

@@ -125,7 +125,7 @@ def measure(case: dict[str, Any], num_steps: int, profile: bool) -> dict[str, An
         counted = steps[WARM_UP + 1 :]
         speed = statistics.median(num_tokens(tokens, packs) / s for packs, s in zip(counted, seconds, strict=False))
         count = sum(parameter.numel() for parameter in model.parameters())
-        flops = flops_per_token(count, shape.num_hidden_layers, shape.hidden_size, LENGTH)
+        flops = flops_per_token(count, count, shape.num_hidden_layers, shape.hidden_size, LENGTH)
         supervised = sum(total_weight(tokens, packs) for packs in counted) / sum(num_tokens(tokens, packs) for packs in counted)
         from torch._dynamo.utils import counters
 

@@ -96,7 +96,7 @@ def measure(case: dict[str, Any], num_steps: int) -> dict[str, Any]:
     per_step = [int(sum(counts[i : i + accumulate])) for i in range(0, len(counts), accumulate)][WARM_UP:]
     speed = statistics.median(tokens / s for tokens, s in zip(per_step, seconds, strict=False))
     count = sum(parameter.numel() for parameter in model.parameters())
-    flops = flops_per_token(count, config.num_hidden_layers, config.hidden_size, LENGTH)
+    flops = flops_per_token(count, count, config.num_hidden_layers, config.hidden_size, LENGTH)
     return {
         "tokens_per_second": speed,
         "mfu": mfu(speed, flops, torch.device("cuda"), 1),

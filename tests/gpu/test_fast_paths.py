@@ -22,10 +22,10 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from trainer import attention, loss
 from trainer.attention import VARLEN, choose_attention
 from trainer.config import TrainerConfig
-from trainer.model import _full, build_model, load_pretrained, loss_inputs
+from trainer.model import build_model, load_pretrained, loss_inputs
 from trainer.optim import build_optimizer
 from trainer.packing import micro_batches
-from trainer.parallel import Wish, World, compile_blocks, compute_type, join_world, shard
+from trainer.parallel import Wish, World, compile_blocks, compute_type, full, join_world, shard
 from trainer.tokens import Tokens
 from trainer.train import train_step
 
@@ -86,7 +86,7 @@ def gradients(model: Any, config: TrainerConfig, world: World, batch: Any) -> di
         value = model.supervised_loss(**loss_inputs(model, part, world.device))
         value.backward()
         total += value.detach()
-    found = {name: _full(p.grad).float() for name, p in model.named_parameters() if p.grad is not None}
+    found = {name: full(p.grad).float() for name, p in model.named_parameters() if p.grad is not None}
     return found | {"loss": total}
 
 

@@ -8,7 +8,19 @@ from tiny import QWEN_1P5B
 from transformers import Qwen2Config
 
 from trainer.config import InputError, RunFile
-from trainer.estimate import GIB, GPUS, SOCKET_BYTES, Choice, Machine, Shape, choose, peak_bytes, step_times
+from trainer.estimate import (
+    GIB,
+    GPUS,
+    SOCKET_BYTES,
+    Choice,
+    Machine,
+    Shape,
+    choose,
+    flops_per_token,
+    peak_bytes,
+    state_bytes,
+    step_times,
+)
 from trainer.plan import catalogue, machine_of, model_shape, plan
 
 H200 = Machine(GPUS["NVIDIA H200"], 139.8 * GIB)
@@ -23,8 +35,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def run_of(folder: Path, sequences: int = 64, **hardware: object) -> RunFile:
+def run_of(folder: Path, sequences: int = 64, lora: dict[str, int] | None = None, **hardware: object) -> RunFile:
     trainer = {
+        "lora": lora,
         "name": "x",
         "model": {"path": str(folder)},
         "data": {"train": "-", "sequence_length": 4096},
@@ -52,6 +65,31 @@ def test_an_h200_takes_the_largest_micro_batch_that_fits_and_recomputes_nothing(
     choice = choose(shape, H200, 16, 4096)
     assert choice == Choice(8, 0, "step")
     assert 16 * 4096 / step_times(shape, choice, H200, 16, 4096).step == pytest.approx(54_555, rel=0.05)
+
+
+def test_with_adapters_the_base_is_kept_once_in_bfloat16_and_costs_no_gradients_of_its_own(folder: Path, shape: Shape) -> None:
+    adapted = model_shape(run_of(folder, lora={"r": 16}))
+    assert adapted.parameters - shape.parameters == adapted.trained == 18_464_768  # what peft counts, too
+    assert state_bytes(adapted, Choice(1), 1) == 2 * shape.parameters + 18 * adapted.trained
+    assert state_bytes(adapted, Choice(1, 0, "step"), 8) < state_bytes(shape, Choice(1, 0, "step"), 8) / 2
+    node = machine_of(catalogue()["g6.12xlarge"], 2)
+    assert node
+    choice = Choice(4, 0, "step")
+    full, lora = (step_times(one, choice, node, 64, 4096) for one in (shape, adapted))
+    flops = [flops_per_token(one.parameters, one.trained, 28, 1536, 4096) for one in (adapted, shape)]
+    assert lora.compute / full.compute == pytest.approx(flops[0] / flops[1], rel=0.01)
+    assert lora.optimizer < 0.02 * full.optimizer
+    with pytest.raises(InputError):
+        choose(shape, Machine(GPUS["NVIDIA L4"], 22 * GIB), 8, 4096)
+    assert choose(adapted, Machine(GPUS["NVIDIA L4"], 22 * GIB), 8, 4096).micro_batch >= 1
+
+
+def test_parameters_that_are_frozen_for_good_have_no_moments(folder: Path, shape: Shape) -> None:
+    run = run_of(folder)
+    model = run.trainer.model.model_copy(update={"freeze": ["model.embed_tokens.*"]})
+    frozen = model_shape(run.model_copy(update={"trainer": run.trainer.model_copy(update={"model": model})}))
+    embedding = 151936 * 1536
+    assert state_bytes(shape, Choice(1), 1) - state_bytes(frozen, Choice(1), 1) == 12 * embedding
 
 
 def test_what_is_set_is_kept_and_the_rest_follows(shape: Shape) -> None:

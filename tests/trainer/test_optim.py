@@ -85,4 +85,4 @@ def test_moments_made_ahead_give_the_steps_of_plain_adamw() -> None:
 
 def test_flops_of_a_token_of_qwen_1p5b_at_4096_are_those_of_the_formula() -> None:
     shape = SimpleNamespace(parameters=1_543_714_304, layers=28, width=1536)
-    assert flops_per_token(shape.parameters, shape.layers, shape.width, 4096) == pytest.approx(11.38e9, rel=1e-3)
+    assert flops_per_token(shape.parameters, shape.parameters, shape.layers, shape.width, 4096) == pytest.approx(11.38e9, rel=1e-3)

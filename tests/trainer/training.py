@@ -6,14 +6,15 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
-from trainer.config import RunFile
+from trainer.config import RunFile, TrainerConfig
 from trainer.driver import prepare
 from trainer.estimate import Gathered
 from trainer.inputs import load_sets, read_inputs
-from trainer.model import _full, build_model, load_pretrained
+from trainer.lora import adapters, init_adapters
+from trainer.model import build_model, load_pretrained
 from trainer.optim import build_optimizer, gradient_norm
 from trainer.packing import Plan, micro_batches
-from trainer.parallel import Wish, join_world, recompute, shard
+from trainer.parallel import Wish, full, join_world, own_rows, recompute, shard
 from trainer.storage import open_storage
 from trainer.tokens import Tokens
 from trainer.train import batch_loss, train, train_step
@@ -23,7 +24,7 @@ def run_training(settings: dict[str, Any], stop_at: int | None = None) -> dict[s
     """One whole run as torchrun would start it; asked to stop when `stop_at` is logged, and so stopped two steps later. Rows, ending and final weights."""
     run = RunFile.model_validate({"trainer": settings})
     rows: list[dict[str, Any]] = []
-    with join_world(lambda: Wish.LEAVE if any(row["step"] == stop_at for row in rows) else Wish.NOTHING) as world:
+    with join_world(lambda: Wish.LEAVE if any(row.get("step", 0) == stop_at for row in rows) else Wish.NOTHING) as world:
         world.main_first(lambda: check(run))
         ending = train(run, world, rows.append)
     return {"ending": ending, "rows": rows, "uri": run.uri}
@@ -52,13 +53,13 @@ def step_facts(settings: dict[str, Any], gathered: Gathered = "pass", recomputed
         model: Any = build_model(Path(config.model.path), config, "sdpa")
         recompute(model, recomputed)
         shard(model, world, torch.float32, gathered)
-        load_pretrained(model, Path(config.model.path))
+        fill(model, config)
         optimizer = build_optimizer(model, config.optim)
         tokens = training_rows(run)
         plan = Plan(tokens, config)
         packs = plan.step_packs(1)
         loss, norm = train_step(model, optimizer, tokens, packs, config, world)
-        gradients = {name: _full(p.grad).clone() for name, p in model.named_parameters() if p.grad is not None}
+        gradients = {name: full(p.grad).clone() for name, p in model.named_parameters() if p.grad is not None}
         return {
             "loss": world.sum(loss.item())[0],
             "norm": norm.item(),
@@ -67,6 +68,14 @@ def step_facts(settings: dict[str, Any], gathered: Gathered = "pass", recomputed
             "own": sum(getattr(p, "_local_tensor", p).numel() for p in model.parameters()),
             "all": sum(p.numel() for p in model.parameters()),
         }
+
+
+def fill(model: Any, config: TrainerConfig) -> None:
+    """The weights, and adapters that do something already."""
+    load_pretrained(model, Path(config.model.path))
+    init_adapters(model, config.seed)
+    for layer in adapters(model).values():
+        own_rows(layer.lora_B)[0].fill_(0.02)
 
 
 def loss_and_gradients(settings: dict[str, Any], packs_of_rows: list[list[int]]) -> dict[str, Any]:
@@ -78,14 +87,15 @@ def loss_and_gradients(settings: dict[str, Any], packs_of_rows: list[list[int]])
     with join_world(lambda: Wish.NOTHING) as world:
         check(run)
         model: Any = shard(build_model(Path(config.model.path), config, "sdpa"), world, torch.float32)
-        load_pretrained(model, Path(config.model.path))
+        fill(model, config)
         tokens = training_rows(run)
         total = torch.zeros(())
         for batch in micro_batches(tokens, [np.asarray(rows) for rows in packs_of_rows], config, 0, 1):
             loss = batch_loss(model, batch, world)
             loss.backward()
             total += loss.detach()
-        return {"loss": total.item(), "gradients": {n: _full(p.grad).clone() for n, p in model.named_parameters()}}
+        gradients = {name: full(p.grad).clone() for name, p in model.named_parameters() if p.grad is not None}
+        return {"loss": total.item(), "gradients": gradients}
 
 
 def two_steps(settings: dict[str, Any], fast: bool, recomputed: int = 0) -> dict[str, Any]:
@@ -97,7 +107,7 @@ def two_steps(settings: dict[str, Any], fast: bool, recomputed: int = 0) -> dict
         model: Any = build_model(Path(config.model.path), config, "sdpa")
         recompute(model, recomputed)
         shard(model, world, torch.bfloat16 if fast else torch.float32)
-        load_pretrained(model, Path(config.model.path))
+        fill(model, config)
         optimizer = build_optimizer(model, config.optim)
         tokens = training_rows(run)
         plan = Plan(tokens, config)
