@@ -70,7 +70,8 @@ def local_shards(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> di
     tensors |= {f"model.{name}": buffer for name, buffer in model.named_buffers() if name in persistent}
     for name, parameter in trained.items():
         for moment in ("exp_avg", "exp_avg_sq"):
-            tensors[f"optimizer.{name}.{moment}"] = optimizer.state[parameter][moment]
+            if parameter in optimizer.state:
+                tensors[f"optimizer.{name}.{moment}"] = optimizer.state[parameter][moment]
     shards, offset = {}, 0
     # Without holes, as safetensors wants it, and yet aligned: the widest types come first.
     for name, tensor in sorted(tensors.items(), key=lambda item: -item[1].element_size()):

@@ -233,11 +233,20 @@ class ScheduleConfig(Settings):
     warmup_steps: int = Field(default=0, ge=0)
     """Steps in which the learning rate rises linearly to its peak."""
 
+    warmup_ratio: float | None = Field(default=None, ge=0, le=1)
+    """The same as a share of all steps, rounded up, as of a run whose length is given in epochs; null means `warmup_steps`."""
+
     min_ratio: float = Field(default=0.0, ge=0, le=1)
     """The learning rate at the end, as a share of the peak."""
 
     decay_fraction: float = Field(default=0.1, gt=0, le=1)
     """Share of all steps in which `wsd` decays; other schedules take no notice of it."""
+
+    @model_validator(mode="after")
+    def _one_warm_up(self) -> "ScheduleConfig":
+        if self.warmup_steps and self.warmup_ratio is not None:
+            raise ValueError("only one of warmup_steps and warmup_ratio may be set")
+        return self
 
 
 class DurationConfig(Settings):
@@ -414,8 +423,11 @@ class TrainerConfig(Settings):
             result["compile"],
             result["optim"]["max_skipped_steps"],
         )
+        # What came later is left out where it is not set, so that older runs keep their fingerprints.
         if self.lora is None:
             del result["lora"]
+        if self.schedule.warmup_ratio is None:
+            del result["schedule"]["warmup_ratio"]
         if self.best and (self.best.export or self.best.patience):  # then the evaluations decide on the weights
             result["best"] = self.best.model_dump() | {"every_steps": self.evaluate.every_steps}
         result["order_version"] = ORDER_VERSION

@@ -35,13 +35,14 @@ def set_step(optimizer: torch.optim.Optimizer, step: int) -> None:
 
 def learning_rate(step: int, num_steps: int, lr: float, config: ScheduleConfig) -> float:
     """Learning rate of `step`, which counts from 1. The last step gets the lowest, but never nothing: it is a step as well."""
-    if step <= config.warmup_steps:
-        return lr * step / config.warmup_steps
+    warmup = config.warmup_steps if config.warmup_ratio is None else math.ceil(config.warmup_ratio * num_steps)
+    if step <= warmup:
+        return lr * step / warmup
     if config.name == "wsd":
-        decay = min(max(1, round(config.decay_fraction * num_steps)), num_steps - config.warmup_steps)
+        decay = min(max(1, round(config.decay_fraction * num_steps)), num_steps - warmup)
         left = min(1.0, (num_steps - step + 1) / (decay + 1))
     else:
-        left = (num_steps - step + 1) / (num_steps - config.warmup_steps + 1)
+        left = (num_steps - step + 1) / (num_steps - warmup + 1)
     share = {"constant": 1.0, "cosine": 0.5 * (1 - math.cos(math.pi * left))}.get(config.name, left)
     return lr * (config.min_ratio + (1 - config.min_ratio) * share)
 

@@ -27,6 +27,10 @@ def with_(**changes: Any) -> TrainerConfig:
         ({"optim": {"lr": float("nan")}}, "file.json: optim.lr: input should be a finite number, not nan"),
         ({"name": "My Run"}, "file.json: name: 'My Run' is not allowed; The run's name: lower-case letters"),
         ({"duration": {"epochs": 1, "steps": 2}}, "file.json: duration: exactly one of epochs, steps and tokens must be set"),
+        (
+            {"schedule": {"warmup_steps": 1, "warmup_ratio": 0.1}},
+            "file.json: schedule: only one of warmup_steps and warmup_ratio may",
+        ),
         ({"duration": {}}, "file.json: duration: exactly one of epochs, steps and tokens must be set"),
         ({"storage": {"uri": "file:///tmp"}}, "file.json: storage.uri: 'file:///tmp' is not allowed; Where runs are kept"),
         ({"storage": {"uri": "s3://"}}, "file.json: storage.uri: 's3://' is not allowed"),
@@ -121,6 +125,7 @@ def test_cadence_place_and_written_defaults_leave_the_fingerprint(changes: dict[
         {"model": {"path": "org/model", "revision": "abc"}},
         {"precision": "float32"},
         {"duration": {"steps": 5}},
+        {"schedule": {"warmup_ratio": 0.03}},
     ],
 )
 def test_what_changes_the_result_changes_the_fingerprint(changes: dict[str, Any]) -> None:

@@ -21,6 +21,11 @@ def test_warm_up_rises_linearly_to_the_peak(name: str) -> None:
     assert curve(20, name=name, warmup_steps=4)[:4] == [0.25, 0.5, 0.75, 1.0]
 
 
+@pytest.mark.parametrize(("ratio", "steps"), [(0.0, 0), (0.03, 1), (0.25, 5), (1.0, 20)])
+def test_a_warm_up_by_ratio_is_that_share_of_the_steps_rounded_up(ratio: float, steps: int) -> None:
+    assert curve(20, warmup_ratio=ratio) == curve(20, warmup_steps=steps)
+
+
 def test_each_schedule_ends_where_it_should() -> None:
     assert curve(9, name="linear", min_ratio=0.1)[-1] == pytest.approx(0.1 + 0.9 / 10)
     assert curve(99, name="cosine", min_ratio=0.1)[-1] == pytest.approx(0.1, abs=1e-3)
