@@ -24,7 +24,7 @@ from training import run_training
 import trainer.storage as module
 from trainer.checkpoint import find_checkpoints
 from trainer.config import StorageConfig
-from trainer.storage import DamagedError, S3Storage, open_storage
+from trainer.storage import DamagedError, LocalStorage, S3Storage, open_storage
 
 MIB = 2**20
 CONTENT = bytes(range(256)) * (40 * MIB // 256)  # three parts
@@ -185,6 +185,17 @@ def test_uploads_that_dead_attempts_left_are_aborted_and_those_of_newer_ones_are
     run_processes(1, take_stock, f"s3://runs/{tmp_path.name}", s3_endpoint)
     left = storage.client.list_multipart_uploads(Bucket="runs", Prefix=f"{tmp_path.name}/")
     assert [upload["Key"] for upload in left["Uploads"]] == [f"{tmp_path.name}/{keys[2]}"]
+
+
+def test_half_written_files_that_dead_attempts_left_are_deleted_and_those_of_newer_ones_are_not(tmp_path: Path) -> None:
+    folders = [tmp_path / "run" / "checkpoints" / f"step-00000002.a{attempt:04d}" for attempt in (1, 2, 3)]
+    for folder in [*folders, tmp_path / "run" / "model"]:
+        folder.mkdir(parents=True)
+        (folder / ".tmp-half").write_bytes(b"x")
+    LocalStorage(str(tmp_path / "run")).write("attempts/0001", b"")
+    run_processes(1, take_stock, str(tmp_path / "run"), "http://none")
+    left = {path.relative_to(tmp_path / "run") for path in (tmp_path / "run").rglob("*") if "attempts" not in path.parts}
+    assert left == {Path("checkpoints"), *(path.relative_to(tmp_path / "run") for path in (folders[2], folders[2] / ".tmp-half"))}
 
 
 def take_stock(uri: str, endpoint: str) -> int:
