@@ -6,7 +6,6 @@ turn says must stand there. Where that fails, or where a token reaches over a tu
 """
 
 import hashlib
-import itertools
 import json
 import re
 from collections.abc import Iterator
@@ -19,6 +18,7 @@ from tokenizers import Tokenizer, processors
 from trainer.config import DataConfig
 from trainer.rows import Row, strings
 from trainer.templates import ELSEWHERE, ChatTemplate, Place
+from trainer.words import Words
 
 TEMPLATE_ADVICE = "set data.chat_template to one that does not"
 
@@ -63,15 +63,16 @@ class Encoder:
             self.texts = {False: tokenizer.get_chat_template(None, None), True: tokenizer.get_chat_template(None, [{}])}
         self.variables = dict(tokenizer.special_tokens_map)
         # A tokenizer.json may truncate and pad, which would cut rows in silence, and leave white space out of offsets.
-        self.backend = Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())
-        self.backend.no_truncation()
-        self.backend.no_padding()
-        starts = self.backend.encode("a").ids[:1]
+        backend = Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())
+        backend.no_truncation()
+        backend.no_padding()
+        starts = backend.encode("a").ids[:1]
         self.bos = starts[0] if starts and starts[0] == tokenizer.bos_token_id else None
-        self.backend.post_processor = processors.ByteLevel(trim_offsets=False)  # pyright: ignore[reportAttributeAccessIssue]
+        backend.post_processor = processors.ByteLevel(trim_offsets=False)  # pyright: ignore[reportAttributeAccessIssue]
+        self.words = Words(backend)
         added = tokenizer.added_tokens_decoder
         self.special_ids = np.array(sorted({i for i, t in added.items() if t.special} | set(tokenizer.all_special_ids)), np.int32)
-        self.is_special = np.zeros(max([self.backend.get_vocab_size(), *self.special_ids + 1]), bool)
+        self.is_special = np.zeros(max([backend.get_vocab_size(), *self.special_ids + 1]), bool)
         self.is_special[self.special_ids] = True
         special = {token.content for token in added.values() if token.special} | set(tokenizer.all_special_tokens)
         self.special_tokens = tuple(sorted(special, key=len, reverse=True))
@@ -88,14 +89,14 @@ class Encoder:
             except ValueError as error:
                 rendered.append(error)
         texts = [item[0] for item in rendered if not isinstance(item, ValueError)]
-        tokenised = iter(self.backend.encode_batch(texts, add_special_tokens=False))
+        tokenised = iter(self.words.encode(texts))
         found: list[Encoded | ValueError] = []
         for row, item in zip(rows, rendered, strict=True):
             if isinstance(item, ValueError):
                 found.append(item)
                 continue
             try:
-                found.append(self._tokens(row, *item, next(tokenised)))
+                found.append(self._tokens(row, *item, *next(tokenised)))
             except ValueError as error:
                 found.append(error)
         return found
@@ -251,9 +252,7 @@ class Encoder:
 
     # ---- tokens ----
 
-    def _tokens(self, row: Row, text: str, spans: list[Place], marked: bool, encoding: Any) -> Encoded:
-        ids = np.array(encoding.ids, np.int32)
-        places = np.fromiter(itertools.chain.from_iterable(encoding.offsets), np.int64, 2 * len(ids)).reshape(-1, 2)
+    def _tokens(self, row: Row, text: str, spans: list[Place], marked: bool, ids: np.ndarray, places: np.ndarray) -> Encoded:
         mask = np.zeros(len(ids), bool)
         if row.messages:
             for start, stop in spans:
