@@ -184,6 +184,11 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path(), help="folder of the JSON file")
     parser.add_argument("--one", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
+    import torch
+
+    if not torch.cuda.is_available():
+        print("error: make bench: this machine has no CUDA GPU, which it measures; run it on one", file=sys.stderr)
+        raise SystemExit(2)
     if arguments.one:
         print(json.dumps(measure(CASES[arguments.one], arguments.steps, arguments.profile)))
         return
