@@ -8,6 +8,7 @@ a bridge, so nothing of it can be reached from outside. `up` needs root and Linu
 import contextlib
 import json
 import os
+import re
 import secrets
 import shutil
 import socket
@@ -48,6 +49,7 @@ COMMANDS = {  # with the Debian package that has it
     "runc": "runc",
 }
 CNI = Path("/usr/lib/cni")
+OWN_RULES = re.compile("KUBE-(ROUTER|POD-FW|NWPLCY|FIREWALL|KUBELET-CANARY|IPTABLES-HINT)")
 # Go templates for buildah: what an image is built on, and the number of its layers.
 BASE_NAME = '{{index .OCIv1.Config.Labels "org.opencontainers.image.base.name"}}'
 LAYERS = "{{len .OCIv1.RootFS.DiffIDs}}"
@@ -327,10 +329,9 @@ def down() -> None:
         ctr_ok("tasks", "delete", "--force", task)
     for container in ctr_lines("containers", "list", "--quiet"):
         ctr_ok("containers", "delete", container)
-    for command in (["kube-router", "--cleanup-config"], ["kube-proxy", "--cleanup"]):
-        if daemons.alive(PIDS, command[0]):
-            daemons.stop(PIDS, command[0])
-            quietly(BIN / command[0], *command[1:])
+    if daemons.alive(PIDS, "kube-proxy"):
+        daemons.stop(PIDS, "kube-proxy")
+        quietly(BIN / "kube-proxy", "--cleanup")
     for path in sorted(PIDS.glob("*")):
         daemons.stop(PIDS, path.name)
     for mount in mounts():
@@ -350,9 +351,10 @@ def take_down_network() -> None:
         run("ip", "link", "delete", BRIDGE)
     while quietly("iptables", "--table", "nat", "--delete", *MASQUERADE):
         pass
+    # kube-router's own cleanup leaves its rules, and the kubelet has none.
     for table in ("nat", "mangle", "filter"):
-        for chain in ("KUBE-KUBELET-CANARY", "KUBE-IPTABLES-HINT"):
-            quietly("iptables", "--table", table, "--delete-chain", chain)
+        rules = run("iptables-save", "--table", table).splitlines(keepends=True)
+        run("iptables-restore", "--table", table, input="".join(rule for rule in rules if not OWN_RULES.search(rule)))
 
 
 def mounts() -> list[str]:
