@@ -1,11 +1,13 @@
 """Runs that take turns in environments/platform's queue, with room for one of them."""
 
 import time
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import cluster
 import pytest
 import yaml
-from release import NAMESPACE, Release, assert_complete, kubectl, settings, wait
+from release import NAMESPACE, STEPS, Release, assert_complete, kubectl, settings, wait
 
 pytestmark = pytest.mark.full
 
@@ -29,9 +31,9 @@ def queue(platform: None) -> str:
 
 
 @pytest.fixture
-def releases(platform, request):
-    """Makes releases by name."""
-    made = []
+def releases(platform: None) -> Iterator[Callable[[str], Release]]:
+    """Makes releases by name, gone with the test."""
+    made: list[Release] = []
 
     def make(name: str) -> Release:
         made.append(Release(name))
@@ -42,14 +44,11 @@ def releases(platform, request):
         each.uninstall()
 
 
-def install(release: Release, queue: str, **values) -> None:
+def install(release: Release, queue: str, steps: int = STEPS, **values: Any) -> None:
+    account = {"create": False, "name": "default"}  # which is there before the check that goes first
     release.install(
-        trainer=settings(release.name), serviceAccount={"create": False, "name": "default"}, queue={"name": queue} | values
+        trainer=settings(release.name, duration={"steps": steps}), serviceAccount=account, queue={"name": queue} | values
     )
-
-
-def pods(release: Release) -> list[str]:
-    return [*release.pods("head"), *release.pods("worker"), *release.pods("submitter")]
 
 
 def test_of_two_runs_with_room_for_one_the_second_waits_without_a_pod_and_then_runs(queue, releases, report):
@@ -59,10 +58,11 @@ def test_of_two_runs_with_room_for_one_the_second_waits_without_a_pod_and_then_r
     install(second, queue)
     wait("the second run to be held back", lambda: second.status().get("jobDeploymentStatus") == "Suspended", 60)
     while first.outcome()["outcome"] is None:
-        assert pods(second) == []
+        assert [second.pods(component) for component in ("head", "worker", "submitter")] == [[], [], []]
         time.sleep(1)
     started = time.monotonic()
-    assert_complete(first, resumed_after=0) if first.wait_for_end() else None
+    first.wait_for_end()
+    assert_complete(first, resumed_after=0)
     wait("a worker of the second run", lambda: second.pods("worker") != [])
     report(f"end of the first run to the second's workers: {time.monotonic() - started:.0f} s")
     second.wait_for_end()
@@ -71,15 +71,14 @@ def test_of_two_runs_with_room_for_one_the_second_waits_without_a_pod_and_then_r
 
 def test_a_run_that_is_preempted_by_one_of_higher_priority_saves_and_resumes_after_it(queue, releases, undisturbed, report):
     low, high = releases("low"), releases("high")
-    install(low, queue)
+    install(low, queue, check=False)
     step = low.wait_for_checkpoint()
-    install(high, queue, priorityClass="production")
+    install(high, queue, steps=10, check=False, priorityClass="production")
     wait("outcome of the preempted run", lambda: low.outcome()["outcome"] == "interrupted")
     report(
         f"preempted after step {step}: step {low.outcome()['step']} saved {low.outcome()['save_seconds']} s after it was asked to"
     )
-    high.wait_for_end()
-    assert_complete(high, resumed_after=0)
+    assert high.wait_for_end()["jobStatus"] == "SUCCEEDED"
     low.wait_for_end()
     assert_complete(low, resumed_after=step)
     assert low.read("model/model.safetensors") == undisturbed.read("model/model.safetensors")
