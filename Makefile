@@ -76,7 +76,7 @@ e2e: cluster-image e2e-tests ## Install the chart on that cluster, disturb its r
 e2e-tests: # On the cluster and the image that are there
 	@.venv/bin/pytest tests/e2e -m "not full" --timeout 1200 --durations 0 $(PYTEST_ARGS)
 
-# With Kueue, and with all that a run may meet: half an hour.
+# With Kueue, and with all else that a run may meet.
 .PHONY: e2e-full
 e2e-full: cluster-image $(BIN)/kueue ## The same and more: lost workers, no S3 for a while, queues, who reaches a run's ports
 	@.venv/bin/python tests/cluster/cluster.py kueue
