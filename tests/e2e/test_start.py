@@ -53,7 +53,10 @@ def bare_job(release: Release) -> dict[str, Any]:
             "rayVersion": job["spec"]["rayClusterSpec"]["rayVersion"],
             "headGroupSpec": {
                 "rayStartParams": {},
-                "template": {"spec": {"securityContext": security, "containers": [container]}},
+                "template": {
+                    "metadata": {"labels": {"app": BARE}},
+                    "spec": {"securityContext": security, "containers": [container]},
+                },
             },
         },
     }
@@ -81,13 +84,13 @@ def test_the_start_of_a_run_is_told_in_phases(release, report):
     wait("end of the release's pods", lambda: release.pods("head") == [])
     began = time.monotonic()
     kubectl("create", "-f", "-", input=json.dumps(job))
-    of_bare = f"ray.io/originated-from-cr-name={BARE}"
+    bare_head = f"app={BARE}"
     try:
         bare = phases(
             began,
             {
-                "head pod there": lambda: pods(f"{of_bare},ray.io/node-type=head") != [],
-                "Ray ready on the head": lambda: ready(f"{of_bare},ray.io/node-type=head") != [],
+                "head pod there": lambda: pods(bare_head) != [],
+                "Ray ready on the head": lambda: ready(bare_head) != [],
                 "driver runs": lambda: "printed" in log(f"job-name={BARE}"),
             },
         )
