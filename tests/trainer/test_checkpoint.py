@@ -272,7 +272,8 @@ def with_a_small_disk(values: dict[str, Any]) -> tuple[str, list[str], int]:
 
 def test_a_full_disk_ends_the_run_with_that_reason_and_the_last_checkpoint_whole(small_disk: Path) -> None:
     [(reason, left, resumed)] = run_processes(1, with_a_small_disk, {"disk": str(small_disk)})
-    assert reason == "6: 4 checkpoints in a row could not be stored: [Errno 28] No space left on device"
+    told = "6: 4 checkpoints in a row could not be stored: [Errno 28] No space left on device"
+    assert reason == f"{told}: '{small_disk}/run/checkpoints/step-00000005.a0001/rank-00000.safetensors'"
     folder = "checkpoints/step-00000001.a0001"
     assert left == ["attempts/0001", f"{folder}/manifest.json", f"{folder}/rank-00000.safetensors"]
     assert resumed == 1
