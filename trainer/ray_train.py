@@ -108,8 +108,8 @@ def _connect(run: RunFile) -> None:
         ray.init(namespace=Control.NAME, logging_level=logging.ERROR)
         return
     logging.getLogger("ray.train").setLevel(logging.ERROR)
-    # Workers on CPUs: what a backward pass frees goes back at once, instead of staying in a heap full of holes (a quarter of the memory).
-    os.environ.setdefault("MALLOC_MMAP_THRESHOLD_", str(2**20))
+    # Workers on CPUs: what a backward pass frees goes back at once, instead of staying in a heap full of holes.
+    os.environ.setdefault("MALLOC_MMAP_THRESHOLD_", str(4 * 2**20))
     ray.init(
         address="local",
         namespace=Control.NAME,
