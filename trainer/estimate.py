@@ -50,6 +50,12 @@ def find_gpu(name: str) -> Gpu | None:
     return next((gpu for start, gpu in GPUS.items() if name == start or name.startswith(start + " ")), None)
 
 
+def num_parameters(model: Any) -> tuple[int, int]:
+    """How many parameters a torch model has, and how many of them are trained."""
+    sizes = [(parameter.numel(), parameter.requires_grad) for parameter in model.parameters()]
+    return sum(size for size, _ in sizes), sum(size for size, learns in sizes if learns)
+
+
 def flops_per_token(num_parameters: int, num_trained: int, num_layers: int, hidden_size: int, sequence_length: int) -> float:
     """Model FLOPs of one trained token: 4N + 2T + 12·L·d·S, of which 2N + 4·L·d·S forward.
 
@@ -100,7 +106,7 @@ class Shape:
     def of(cls, model: Any, blocks: list[Any], width: int) -> "Shape":
         """Of a transformers model, on the meta device or any other."""
         config = model.config.get_text_config()
-        count = sum(parameter.numel() for parameter in model.parameters())
+        count, trained = num_parameters(model)
         frozen = [parameter for parameter in model.parameters() if not parameter.requires_grad]
         adapters = [module for module in model.modules() if hasattr(module, "lora_A")]
         adapted = sum(module.lora_A.shape[0] + (module.in_features if module.dropout else 0) for module in adapters)
@@ -109,7 +115,7 @@ class Shape:
         kv_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
         return cls(
             parameters=count,
-            trained=count - sum(parameter.numel() for parameter in frozen),
+            trained=trained,
             block=max(sizes, default=count),
             outside=count - sum(sizes),
             num_blocks=len(blocks),

@@ -15,6 +15,7 @@ from torch import nn
 from torch.nn.functional import dropout, linear
 
 from trainer.config import InputError, LoraConfig, ModelConfig
+from trainer.estimate import num_parameters
 from trainer.parallel import blocks, full, own_rows
 
 
@@ -64,7 +65,8 @@ def adapter_weights(model: nn.Module) -> dict[str, nn.Parameter]:
 
 def base_weights(model: nn.Module) -> dict[str, nn.Parameter]:
     """All other parameters, by name."""
-    return {name: parameter for name, parameter in model.named_parameters() if not name.endswith((".lora_A", ".lora_B"))}
+    adapted = adapter_weights(model)
+    return {name: parameter for name, parameter in model.named_parameters() if name not in adapted}
 
 
 def init_adapters(model: nn.Module, seed: int) -> None:
@@ -105,6 +107,6 @@ def write_adapters(weights: dict[str, torch.Tensor], config: LoraConfig, base: M
 
 def describe_adapters(model: nn.Module) -> str:
     """What is trained, in a line."""
-    weights, names = adapter_weights(model), {name.rpartition(".")[2] for name in adapters(model)}
-    trained, count = (sum(parameter.numel() for parameter in part) for part in (weights.values(), model.parameters()))
+    names = {name.rpartition(".")[2] for name in adapters(model)}
+    count, trained = num_parameters(model)
     return f"lora: {trained:,} of {count:,} parameters are trained ({trained / count:.2%}), beside {', '.join(sorted(names))}"

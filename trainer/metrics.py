@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from trainer.estimate import find_gpu, flops_per_token
+from trainer.estimate import find_gpu, flops_per_token, num_parameters
 from trainer.parallel import World, seconds_between
 from trainer.storage import Storage
 
@@ -33,9 +33,7 @@ class Meter:
 
     def __init__(self, model: Any, sequence_length: int, num_steps: int, world: World):
         shape = model.config.get_text_config()
-        sizes = [(parameter.numel(), parameter.requires_grad) for parameter in model.parameters()]
-        count, trained = sum(size for size, _ in sizes), sum(size for size, learns in sizes if learns)
-        self.flops = flops_per_token(count, trained, shape.num_hidden_layers, shape.hidden_size, sequence_length)
+        self.flops = flops_per_token(*num_parameters(model), shape.num_hidden_layers, shape.hidden_size, sequence_length)
         self.num_steps, self.world = num_steps, world
         self.seconds_per_step: float | None = None
         self.pause()
