@@ -59,9 +59,6 @@ def train(run: RunFile, world: World, report: Callable[[dict[str, Any]], None]) 
     checkpoints = Checkpoints(storage, config.checkpoint, world, model, optimizer)
     step = checkpoints.restore()
     base = load_base(model, folder, config, step, checkpoints.loop, world)
-    if step == 0:
-        init_adapters(model, config.seed)
-        check_head(model, world.device)
     journal = Journal(storage, step, world.is_main, report, checkpoints.check_newest)
     held_out = HeldOut(config, sets, folder, world)
     best = Best(config.best, checkpoints.loop.get("best", {}))
@@ -117,8 +114,7 @@ def train(run: RunFile, world: World, report: Callable[[dict[str, Any]], None]) 
     if best.noted < step:
         measure(step, samples=config.best is None)
     if config.best:
-        exported = best_weights(step, best, checkpoints)
-        weights_changed(model)
+        exported = best_weights(model, step, best, checkpoints)
         journal.add({"step": step, "num_steps": plan.num_steps, "exported_step": exported, "best": best.facts})
         measure(exported, samples=True)
     world.main_first(checkpoints.check_newest)
@@ -143,7 +139,7 @@ def make_model(
 
 
 def load_base(model: Any, folder: Path, config: TrainerConfig, step: int, loop: dict[str, Any], world: World) -> int:
-    """Reads what no checkpoint holds: at step 0 all weights, later the frozen ones, which must be those that the run began with.
+    """Gives the model what no checkpoint holds: at step 0 all weights, later the frozen ones, which must be those that the run began with.
 
     Returns what the checkpoints of the run know them by. A collective.
     """
@@ -153,15 +149,20 @@ def load_base(model: Any, folder: Path, config: TrainerConfig, step: int, loop: 
             f"model.path: the frozen weights in {config.model.path} are not those that this run began with; "
             "put those back, or start a run of another name"
         )
+    if step == 0:
+        init_adapters(model, config.seed)
+        check_head(model, world.device)
     return base
 
 
-def best_weights(step: int, best: Best, checkpoints: Checkpoints) -> int:
+def best_weights(model: Any, step: int, best: Best, checkpoints: Checkpoints) -> int:
     """Makes the model's weights those that are to be exported, and returns their step: the best one, or `step`, the last."""
     assert best.config
     if not best.config.export or best.step is None or best.step == step:
         return step
-    if checkpoints.load(best.step):
+    found = checkpoints.load(best.step)
+    weights_changed(model)
+    if found:
         return best.step
     if checkpoints.world.is_main:
         print(f"warning: no whole checkpoint of step {best.step}, the best one, is left: step {step} is exported", flush=True)
