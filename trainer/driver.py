@@ -22,7 +22,6 @@ from trainer.ownership import Ownership
 from trainer.progress import Progress, describe_start, show_rows
 from trainer.storage import Storage, check_writable, open_storage
 
-ENDED_SECONDS = 10  # that workers have to leave once one of them has said how the run ends
 STOPPED_SECONDS = 30  # more than Ray takes to stop a job
 EXIT_CODES = {"complete": 0, "refused": 2, "failed": 1, "interrupted": 75}
 

@@ -440,11 +440,12 @@ def base_settings(folder: Path) -> dict[str, Any]:
     return values
 
 
-def chaos(numbers: Iterable[int], say: Callable[[str], None], save_seconds: list[float]) -> Counter[str]:
-    """Plays the rounds of these numbers; how many of what there were, of them `wrong` ones. Adds to `save_seconds`."""
+def chaos(numbers: Iterable[int], say: Callable[[str], None]) -> tuple[Counter[str], list[float]]:
+    """Plays the rounds of these numbers; how many of what there were, of them `wrong` ones, and the seconds that each stop took."""
     from safetensors.torch import load_file
 
     found: Counter[str] = Counter()
+    save_seconds: list[float] = []
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="chaos-")))
         port = stack.enter_context(s3_server(folder / "s3"))
@@ -477,7 +478,7 @@ def chaos(numbers: Iterable[int], say: Callable[[str], None], save_seconds: list
             say(f"round {number}: {where}, workers {sizes}; {', '.join(run.faults) or 'none in time'}; {took}; {outcome}")
             shutil.rmtree(folder / str(number))
             shutil.rmtree(folder / "s3" / "runs" / f"round-{number}", ignore_errors=True)
-    return found
+    return found, save_seconds
 
 
 def main() -> None:
@@ -492,8 +493,7 @@ def main() -> None:
         lines.append(text)
         print(text, flush=True)
 
-    seconds: list[float] = []
-    found = chaos(range(arguments.seed, arguments.seed + arguments.rounds), say, seconds)
+    found, seconds = chaos(range(arguments.seed, arguments.seed + arguments.rounds), say)
     summary = f"{found['rounds'] - found['wrong']} of {found['rounds']} rounds right; {found['faults']} faults in {found['attempts']} attempts."
     kinds = ", ".join(f"{name} {count}" for name, count in sorted(found.items()) if name.partition(":")[0] in FAULTS + S3_FAULTS)
     if seconds:
