@@ -274,12 +274,16 @@ class Checkpoints:
         """The checkpoints to try, newest first. What dead attempts have left half-written is deleted: it takes up space."""
         line = find_checkpoints(self.storage, _warn)
         self._delete(lambda folder, keys: f"{folder}/{MANIFEST}" not in keys)
+        self.clear_unfinished()
+        return line
+
+    def clear_unfinished(self) -> None:
+        """Ends uploads that earlier attempts left, and at the end of this one its own: of one nobody knows where the answer was lost."""
         try:
             for prefix in ("checkpoints", "model"):
                 self.storage.clear_unfinished(prefix, self._is_ours)
         except Exception as error:  # it may not be allowed, and costs nothing but space
-            _warn(f"unfinished uploads of earlier attempts could not be deleted: {_reason(error)}")
-        return line
+            _warn(f"unfinished uploads could not be deleted: {_reason(error)}")
 
     def load(self, step: int) -> bool:
         """Takes the weights of the checkpoint of `step`, once training is over; False, and those of the newest one, where that is lost.

@@ -119,6 +119,7 @@ def train(run: RunFile, world: World, report: Callable[[dict[str, Any]], None]) 
         measure(exported, samples=True)
     world.main_first(checkpoints.check_newest)
     export(model, folder, config, storage, sets.end_of_turn, world)
+    world.main_first(checkpoints.clear_unfinished)
     journal.flush()
     return "complete"
 

@@ -139,6 +139,7 @@ def main() -> None:
                     environment = os.environ | CREDENTIALS | {"TMPDIR": str(folder), "CUDA_VISIBLE_DEVICES": ""}
                     done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True)
                     found.setdefault(what, []).append(json.loads(done.stdout.splitlines()[-1]))
+                    print(f"{what}: {found[what][-1]:.1f} s", file=sys.stderr, flush=True)
     finally:
         shutil.rmtree(folder)
     sys.exit(show(found, arguments.gib * 2**30 / 1e6))

@@ -251,6 +251,24 @@ def test_a_run_through_a_storm_loses_no_step_and_no_checkpoint(server: BadServer
     assert checkpointed(result["uri"], s3_endpoint) == [8, 6, 4, 2]
 
 
+def test_an_upload_that_began_without_an_answer_is_not_left_when_the_run_is_complete(
+    server: BadServer, s3_endpoint: str, tmp_path: Path
+) -> None:
+    begun: list[str] = []
+
+    def trouble(method: str, path: str) -> None:  # the first save's request arrives twice, and once its answer does not
+        if not begun and method == "PUT" and "/checkpoints/" in path:
+            begun.append(path.removeprefix("/runs/"))
+            store(s3_endpoint, tmp_path).client.create_multipart_upload(Bucket="runs", Key=begun[0])
+
+    server.trouble = trouble
+    [result] = run_processes(1, run_training, run_on(server.endpoint, tmp_path))
+    assert result["ending"] == "complete"
+    assert begun[0].endswith(".a0001/rank-00000.safetensors")
+    left = store(s3_endpoint, tmp_path).client.list_multipart_uploads(Bucket="runs", Prefix=f"{tmp_path.name}/")
+    assert left.get("Uploads", []) == []
+
+
 def test_a_store_that_stays_broken_ends_the_run_with_its_reason_and_the_last_checkpoint_is_whole(
     server: BadServer, s3_endpoint: str, tmp_path: Path
 ) -> None:
