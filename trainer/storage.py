@@ -177,8 +177,12 @@ class LocalStorage:
                 parent = parent.parent
 
     def clear_unfinished(self, prefix: str, mine: Callable[[str], bool]) -> None:
-        keys = [str(path.relative_to(self.root)) for path in (self.root / prefix).rglob(f"{UNFINISHED}*")]
-        self.delete(filter(mine, keys))
+        for path in sorted((self.root / prefix).rglob("*"), reverse=True):  # what a folder holds before the folder
+            if path.is_dir() and mine(f"{path.relative_to(self.root)}/"):
+                with contextlib.suppress(OSError):  # it holds something
+                    path.rmdir()
+            elif path.name.startswith(UNFINISHED) and mine(str(path.relative_to(self.root))):
+                self.delete([str(path.relative_to(self.root))])
 
     @contextlib.contextmanager
     def local_copy(self, key: str) -> Iterator[Path]:

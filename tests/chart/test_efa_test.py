@@ -5,6 +5,7 @@ kubectl's answers are stand-ins here, since the test needs EFA; what is rendered
 
 import os
 import subprocess
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -14,9 +15,10 @@ SCRIPT = ROOT / "tests/tools/efa-test.sh"
 
 
 def efa_test(*arguments: str, path: str = "/usr/bin:/bin", **variables: str) -> subprocess.CompletedProcess[str]:
-    tools = Path(tool("helm")).parent
-    environment = {"PATH": f"{tools}:{path}", "HOME": os.environ["HOME"], **variables}
-    return subprocess.run([SCRIPT, *arguments], env=environment, capture_output=True, text=True)
+    with tempfile.TemporaryDirectory() as tools:  # with helm alone: where a cluster was made here, kubectl lies beside it
+        Path(tools, "helm").symlink_to(tool("helm"))
+        environment = {"PATH": f"{tools}:{path}", "HOME": os.environ["HOME"], **variables}
+        return subprocess.run([SCRIPT, *arguments], env=environment, capture_output=True, text=True)
 
 
 @pytest.fixture

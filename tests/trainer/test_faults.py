@@ -188,14 +188,18 @@ def test_uploads_that_dead_attempts_left_are_aborted_and_those_of_newer_ones_are
 
 
 def test_half_written_files_that_dead_attempts_left_are_deleted_and_those_of_newer_ones_are_not(tmp_path: Path) -> None:
-    folders = [tmp_path / "run" / "checkpoints" / f"step-00000002.a{attempt:04d}" for attempt in (1, 2, 3)]
-    for folder in [*folders, tmp_path / "run" / "model"]:
-        folder.mkdir(parents=True)
-        (folder / ".tmp-half").write_bytes(b"x")
+    checkpoints = tmp_path / "run" / "checkpoints"
+    written = [checkpoints / f"step-00000002.a{attempt:04d}" / ".tmp-half" for attempt in (1, 2, 3)]
+    for file in [*written, tmp_path / "run" / "model" / ".tmp-half"]:
+        file.parent.mkdir(parents=True)
+        file.write_bytes(b"x")
+    made = [checkpoints / f"step-00000004.a{attempt:04d}" for attempt in (1, 2, 3)]  # and died before the first byte
+    for folder in made:
+        folder.mkdir()
     LocalStorage(str(tmp_path / "run")).write("attempts/0001", b"")
     run_processes(1, take_stock, str(tmp_path / "run"), "http://none")
-    left = {path.relative_to(tmp_path / "run") for path in (tmp_path / "run").rglob("*") if "attempts" not in path.parts}
-    assert left == {Path("checkpoints"), *(path.relative_to(tmp_path / "run") for path in (folders[2], folders[2] / ".tmp-half"))}
+    left = {path for path in (tmp_path / "run").rglob("*") if "attempts" not in path.parts}
+    assert left == {checkpoints, written[2].parent, written[2], made[2]}
 
 
 def take_stock(uri: str, endpoint: str) -> int:
