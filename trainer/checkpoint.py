@@ -278,12 +278,13 @@ class Checkpoints:
         return line
 
     def clear_unfinished(self) -> None:
-        """Ends uploads that earlier attempts left, and at the end of this one its own: of one nobody knows where the answer was lost."""
+        """Ends writes that earlier attempts left, and at the end of this one its own: of an upload nobody knows where the answer was lost."""
         try:
-            for prefix in ("checkpoints", "model"):
-                self.storage.clear_unfinished(prefix, self._is_ours)
+            self.storage.clear_unfinished(
+                lambda key: key.startswith(("checkpoints/", "model/", "metrics.jsonl")) and self._is_ours(key)
+            )
         except Exception as error:  # it may not be allowed, and costs nothing but space
-            _warn(f"unfinished uploads could not be deleted: {_reason(error)}")
+            _warn(f"unfinished writes could not be deleted: {_reason(error)}")
 
     def load(self, step: int) -> bool:
         """Takes the weights of the checkpoint of `step`, once training is over; False, and those of the newest one, where that is lost.

@@ -13,9 +13,11 @@ import hashlib
 import mmap
 import os
 import random
+import re
 import shutil
 import stat
 import tempfile
+import threading
 import time
 import uuid
 import zlib
@@ -68,8 +70,8 @@ class Storage(Protocol):
 
     def delete(self, keys: Iterable[str]) -> None: ...
 
-    def clear_unfinished(self, prefix: str, mine: Callable[[str], bool]) -> None:
-        """Frees the space of writes below `prefix` that never ended, of the keys for which `mine` holds."""
+    def clear_unfinished(self, wanted: Callable[[str], bool]) -> None:
+        """Frees the space of writes that never ended, to keys for which `wanted` holds."""
         ...
 
     def local_copy(self, key: str) -> contextlib.AbstractContextManager[Path]:
@@ -119,6 +121,7 @@ def _reason(error: Exception) -> str:
 
 
 UNFINISHED = ".tmp-"  # begins the name of a local file that is not there yet, for a reader
+PARTIAL = re.compile(r"\.tmp-\w+-(.*)")  # the rest of it: at random, and what the file will be called
 
 
 class LocalStorage:
@@ -176,13 +179,14 @@ class LocalStorage:
                 parent.rmdir()
                 parent = parent.parent
 
-    def clear_unfinished(self, prefix: str, mine: Callable[[str], bool]) -> None:
-        for path in sorted((self.root / prefix).rglob("*"), reverse=True):  # what a folder holds before the folder
-            if path.is_dir() and mine(f"{path.relative_to(self.root)}/"):
+    def clear_unfinished(self, wanted: Callable[[str], bool]) -> None:
+        for path in sorted(self.root.rglob("*"), reverse=True):  # what a folder holds before the folder
+            key = str(path.relative_to(self.root))
+            if path.is_dir() and wanted(f"{key}/"):
                 with contextlib.suppress(OSError):  # it holds something
                     path.rmdir()
-            elif path.name.startswith(UNFINISHED) and mine(str(path.relative_to(self.root))):
-                self.delete([str(path.relative_to(self.root))])
+            elif (match := PARTIAL.fullmatch(path.name)) and wanted(key.removesuffix(path.name) + match[1]):
+                self.delete([key])
 
     @contextlib.contextmanager
     def local_copy(self, key: str) -> Iterator[Path]:
@@ -207,7 +211,7 @@ class LocalStorage:
 @contextlib.contextmanager
 def _finished(target: Path, pieces: Sequence[memoryview]) -> Iterator[str]:
     """Name of a file beside `target` that is safe on disk; it is gone afterwards, unless it was moved."""
-    with tempfile.NamedTemporaryFile(dir=target.parent, prefix=UNFINISHED, delete=False) as file:
+    with tempfile.NamedTemporaryFile(dir=target.parent, prefix=UNFINISHED, suffix=f"-{target.name}", delete=False) as file:
         try:
             for piece in pieces:
                 file.write(piece)
@@ -318,8 +322,13 @@ class S3Storage:
         place = self._place(key)
         place["UploadId"] = self._patiently(lambda: self.client.create_multipart_upload(**place, **algorithm))["UploadId"]
 
+        buffers = threading.local()  # a part's memory is its thread's next part's: new pages cost more than the copy
+
         def send(number: int) -> dict[str, Any]:
-            body = _cut(pieces, (number - 1) * size, number * size)
+            length = min(size, total - (number - 1) * size)
+            if len(getattr(buffers, "body", b"")) != length:
+                buffers.body = bytearray(length)
+            body = _cut(pieces, (number - 1) * size, buffers.body)
             checksum = {"ChecksumCRC32": base64.b64encode(zlib.crc32(body).to_bytes(4, "big")).decode()} if checked else {}
             part: dict[str, Any] = {"PartNumber": number, **checksum}
             return {"ETag": self._patiently(lambda: self.client.upload_part(**place, **part, Body=body))["ETag"], **part}
@@ -347,9 +356,9 @@ class S3Storage:
         for key in keys:
             self._patiently(lambda key=key: self.client.delete_object(**self._place(key)))
 
-    def clear_unfinished(self, prefix: str, mine: Callable[[str], bool]) -> None:
-        for upload in self._pages("list_multipart_uploads", "Uploads", prefix):
-            if mine(upload["Key"]):
+    def clear_unfinished(self, wanted: Callable[[str], bool]) -> None:
+        for upload in self._pages("list_multipart_uploads", "Uploads", ""):
+            if wanted(upload["Key"]):
                 with contextlib.suppress(self.client.exceptions.NoSuchUpload):
                     self._patiently(
                         lambda upload=upload: self.client.abort_multipart_upload(
@@ -396,14 +405,15 @@ class S3Storage:
             _in_parallel(fetch, range(0, total, PART_BYTES))
 
 
-def _cut(pieces: Sequence[memoryview], start: int, stop: int) -> bytes:
-    """Bytes [start, stop) of the pieces laid end to end."""
-    parts, at = [], 0
+def _cut(pieces: Sequence[memoryview], start: int, into: bytearray) -> bytearray:
+    """`into`, filled with the bytes from `start` on of the pieces laid end to end."""
+    at, stop = 0, start + len(into)
     for piece in pieces:
         if at < stop and start < at + piece.nbytes:
-            parts.append(piece[max(0, start - at) : stop - at])
+            part = piece[max(0, start - at) : stop - at]
+            into[max(0, at - start) : max(0, at - start) + part.nbytes] = part
         at += piece.nbytes
-    return b"".join(parts)
+    return into
 
 
 def _in_parallel(work: Callable[[int], T], numbers: range) -> list[T]:

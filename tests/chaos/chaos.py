@@ -101,7 +101,7 @@ def work(rank: int, size: int, port: int, values: dict[str, Any], log: str, dies
         saves[0] += 1
         if dies == saves[0] and isinstance(self.storage, S3Storage):
             cut = trainer.storage._cut
-            trainer.storage._cut = lambda pieces, start, stop: cut(pieces, start, stop) if start == 0 else _die()
+            trainer.storage._cut = lambda pieces, start, into: cut(pieces, start, into) if start == 0 else _die()
         elif dies == saves[0]:
             pieces = _Deadly(pieces)
         return upload(self, key, pieces)

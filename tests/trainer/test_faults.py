@@ -189,9 +189,11 @@ def test_uploads_that_dead_attempts_left_are_aborted_and_those_of_newer_ones_are
 
 def test_half_written_files_that_dead_attempts_left_are_deleted_and_those_of_newer_ones_are_not(tmp_path: Path) -> None:
     checkpoints = tmp_path / "run" / "checkpoints"
-    written = [checkpoints / f"step-00000002.a{attempt:04d}" / ".tmp-half" for attempt in (1, 2, 3)]
-    for file in [*written, tmp_path / "run" / "model" / ".tmp-half"]:
-        file.parent.mkdir(parents=True)
+    written = [checkpoints / f"step-00000002.a{attempt:04d}" / ".tmp-x1_y-rank-00000.safetensors" for attempt in (1, 2, 3)]
+    others = [tmp_path / "run" / "model" / ".tmp-x1_y-config.json", tmp_path / "run" / ".tmp-x1_y-metrics.jsonl"]
+    drivers = tmp_path / "run" / ".tmp-x1_y-owner.json"  # who may be about to finish it
+    for file in [*written, *others, drivers]:
+        file.parent.mkdir(parents=True, exist_ok=True)
         file.write_bytes(b"x")
     made = [checkpoints / f"step-00000004.a{attempt:04d}" for attempt in (1, 2, 3)]  # and died before the first byte
     for folder in made:
@@ -199,7 +201,7 @@ def test_half_written_files_that_dead_attempts_left_are_deleted_and_those_of_new
     LocalStorage(str(tmp_path / "run")).write("attempts/0001", b"")
     run_processes(1, take_stock, str(tmp_path / "run"), "http://none")
     left = {path for path in (tmp_path / "run").rglob("*") if "attempts" not in path.parts}
-    assert left == {checkpoints, written[2].parent, written[2], made[2]}
+    assert left == {checkpoints, written[2].parent, written[2], made[2], drivers}
 
 
 def take_stock(uri: str, endpoint: str) -> int:
