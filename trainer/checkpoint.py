@@ -28,7 +28,7 @@ import torch.distributed as dist
 from safetensors import SafetensorError, safe_open
 
 from trainer.config import CheckpointConfig, RunError
-from trainer.optim import set_step
+from trainer.optim import MOMENTS, set_step
 from trainer.parallel import START_SECONDS, World, own_rows
 from trainer.storage import DamagedError, Storage
 
@@ -69,7 +69,7 @@ def local_shards(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> di
     tensors: dict[str, torch.Tensor] = {f"model.{name}": parameter.data for name, parameter in trained.items()}
     tensors |= {f"model.{name}": buffer for name, buffer in model.named_buffers() if name in persistent}
     for name, parameter in trained.items():
-        for moment in ("exp_avg", "exp_avg_sq"):
+        for moment in MOMENTS:
             if parameter in optimizer.state:
                 tensors[f"optimizer.{name}.{moment}"] = optimizer.state[parameter][moment]
     shards, offset = {}, 0

@@ -37,7 +37,7 @@ def _for_gpus(model: Any, config: TrainerConfig, hardware: Hardware, dtype: torc
         -(-world.size // hardware.nodes),
         hardware.nodes,
     )
-    shape = Shape.of(model, blocks(model), dtype.itemsize)
+    shape = Shape.of(model, blocks(model), dtype.itemsize, config.optim.moments)
     length, sequences = config.data.sequence_length, config.batch.sequences
     lines = [f"GPU: {facts.name}, {USABLE * machine.memory_bytes / GIB:.0f} of {machine.memory_bytes / GIB:.0f} GiB to be used"]
     try:
@@ -59,7 +59,8 @@ def _for_gpus(model: Any, config: TrainerConfig, hardware: Hardware, dtype: torc
     lines.append(f"weights: {_sharding(choice, world.size)}")
     head_dim = shape.query // shape.heads
     kernels = describe_kernels(model.config._attn_implementation, shape.heads, shape.key // head_dim, head_dim, dtype, world.device)
-    lines.append(f"kernels: {kernels}; blocks {'compiled' if model.is_compiled else 'not compiled'}")
+    products = ", large products in 8-bit floats" if config.precision == "float8" else ""
+    lines.append(f"kernels: {kernels}; blocks {'compiled' if model.is_compiled else 'not compiled'}{products}")
     return choice, lines
 
 

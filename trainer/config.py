@@ -219,11 +219,25 @@ class OptimConfig(Settings):
     weight_decay: float = Field(default=0.0, ge=0)
     """Decoupled weight decay of matrices; norms and biases are never decayed."""
 
+    moments: Literal["float32", "bfloat16"] = "float32"
+    """Type in which both moments are kept; in bfloat16, rounded once a step, they take 4 bytes of a parameter instead of 8."""
+
     clip_norm: float | None = Field(default=1.0, gt=0)
     """Largest norm of the whole model's gradient; null means that it is not clipped."""
 
     max_skipped_steps: int = Field(default=0, ge=0)
     """Steps of a run that may be left out as their gradient is no number (nan or infinite); one more ends the run."""
+
+    @model_validator(mode="after")
+    def _moments_decay(self) -> "OptimConfig":
+        # Two neighbours in bfloat16 lie up to 1/128 apart: what decays by less than half of that is rounded to what it was.
+        slowest = max((self.beta1, "beta1"), (self.beta2, "beta2"))
+        if self.moments == "bfloat16" and slowest[0] > 0.995:
+            raise ValueError(
+                f"a moment in bfloat16 is rounded back to what it was at {slowest[1]} {slowest[0]:g}; "
+                "set it to 0.99 or less, or moments to float32"
+            )
+        return self
 
 
 class ScheduleConfig(Settings):
@@ -344,8 +358,9 @@ class TrainerConfig(Settings):
     best: BestConfig | None = None
     """Which evaluation is the best: its checkpoint is kept beside the newest ones; null means that none is looked for."""
 
-    precision: Literal["auto", "bfloat16", "float32"] = "auto"
-    """Type of the computation; `auto` is bfloat16 on a GPU and float32 on a CPU. Master weights are always float32."""
+    precision: Literal["auto", "bfloat16", "float8", "float32"] = "auto"
+    """Type of the computation; `auto` is bfloat16 on a GPU and float32 on a CPU, `float8` is bfloat16 but for the products of the
+    blocks' large layers. Master weights are always float32."""
 
     attention: Literal["auto", "sdpa", "eager", "flash_attention_2"] = "auto"
     """Attention kernel; `auto` is torch's variable-length kernels on a GPU where they fit the model, else sdpa with a mask."""
@@ -381,6 +396,18 @@ class TrainerConfig(Settings):
             raise ValueError("with lora, model.added_tokens would never be trained; remove one of the two")
         if self.lora and self.model.freeze:
             raise ValueError("with lora, all that model.freeze names is frozen already; remove one of the two")
+        return self
+
+    @model_validator(mode="after")
+    def _float8_fits(self) -> "TrainerConfig":
+        if self.precision != "float8":
+            return self
+        if self.lora:
+            raise ValueError("precision: float8 is for training all weights; with lora, write bfloat16")
+        if self.compile is False:
+            raise ValueError("precision: float8 without compiled blocks is slower than bfloat16; leave out compile: false")
+        if self.data.sequence_length % 16:
+            raise ValueError(f"precision: float8 needs a data.sequence_length that 16 divides, not {self.data.sequence_length}")
         return self
 
     @model_validator(mode="after")
@@ -428,6 +455,8 @@ class TrainerConfig(Settings):
             del result["lora"]
         if self.schedule.warmup_ratio is None:
             del result["schedule"]["warmup_ratio"]
+        if self.optim.moments == "float32":
+            del result["optim"]["moments"]
         if self.best and (self.best.export or self.best.patience):  # then the evaluations decide on the weights
             result["best"] = self.best.model_dump() | {"every_steps": self.evaluate.every_steps}
         result["order_version"] = ORDER_VERSION

@@ -17,8 +17,10 @@ from typing import Any
 
 from rich.console import Console
 
-from trainer.config import InputError, RunError, RunFile
+from trainer.config import Hardware, InputError, RunError, RunFile
+from trainer.estimate import find_gpu, without_float8
 from trainer.ownership import Ownership
+from trainer.plan import catalogue
 from trainer.progress import Progress, describe_start, show_rows
 from trainer.storage import Storage, check_writable, open_storage
 
@@ -191,6 +193,8 @@ def prepare(run: RunFile, storage: Storage, say: Callable[[str], None]) -> tuple
             f"batch.sequences: {config.batch.sequences} sequences a step leave {idle} of {run.hardware.workers} workers idle"
         )
         raise InputError(f"{sequences}; write at least {run.hardware.workers}, or take fewer workers")
+    if config.precision == "float8" and (unable := _without_float8(run.hardware)):
+        raise InputError(without_float8(unable))
     compare_with_last(run, say)
     folder, tokenizer, sets = resolve(config, storage, say)
     check_model(folder, tokenizer, config)
@@ -198,6 +202,15 @@ def prepare(run: RunFile, storage: Storage, say: Callable[[str], None]) -> tuple
     plan = Plan(sets.train, config)
     say(describe_plan(sets, plan))
     return sets, plan, tokenizer
+
+
+def _without_float8(hardware: Hardware) -> str | None:
+    """What the run's workers are known to compute on that multiplies no 8-bit floats."""
+    facts = catalogue().get(hardware.instance_type or "")
+    gpu = find_gpu(facts["gpu_model"]) if facts else None
+    if hardware.gpus_per_node == 0:
+        return "a CPU"
+    return facts["gpu_model"] if facts and gpu and not gpu.float8 else None
 
 
 # ---- questions from outside ----

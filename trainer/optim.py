@@ -5,8 +5,11 @@ import math
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.optim.adamw import adamw
 
 from trainer.config import OptimConfig, ScheduleConfig
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 def build_optimizer(model: nn.Module, config: OptimConfig) -> torch.optim.AdamW:
@@ -21,8 +24,7 @@ def build_optimizer(model: nn.Module, config: OptimConfig) -> torch.optim.AdamW:
     for parameter in trained:
         optimizer.state[parameter] = {
             "step": torch.zeros((), dtype=torch.float32, device=parameter.device),
-            "exp_avg": torch.zeros_like(parameter),
-            "exp_avg_sq": torch.zeros_like(parameter),
+            **{name: torch.zeros_like(parameter, dtype=getattr(torch, config.moments)) for name in MOMENTS},
         }
     return optimizer
 
@@ -52,7 +54,7 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
         group["lr"] = lr
 
 
-def guarded_step(optimizer: torch.optim.Optimizer, norm: torch.Tensor, clip_norm: float | None) -> None:
+def guarded_step(optimizer: torch.optim.AdamW, norm: torch.Tensor, clip_norm: float | None) -> None:
     """One step, its gradient scaled down from `norm` to `clip_norm` as it is read: a pass of its own over it would cost more.
 
     The device itself leaves the step out where the norm is no number: nobody has to wait to see.
@@ -60,7 +62,40 @@ def guarded_step(optimizer: torch.optim.Optimizer, norm: torch.Tensor, clip_norm
     # What GradScaler gives fused AdamW, which divides the gradients by the scale.
     optimizer.found_inf = norm.isfinite().logical_not().float()  # type: ignore[attr-defined]
     optimizer.grad_scale = None if clip_norm is None else (norm / clip_norm).clamp(min=1).float()  # type: ignore[attr-defined]
-    optimizer.step()
+    if all(state["exp_avg"].dtype == parameter.dtype for parameter, state in optimizer.state.items()):
+        optimizer.step()
+    else:
+        _step_one_by_one(optimizer)
+
+
+@torch.no_grad()
+def _step_one_by_one(optimizer: torch.optim.AdamW) -> None:
+    """A step with moments of another type than the parameters', which torch 2.11 and CPUs do not know: one parameter's at a time
+    are made as wide as it is."""
+    for group in optimizer.param_groups:
+        for parameter in (parameter for parameter in group["params"] if parameter.grad is not None):
+            state = optimizer.state[parameter]
+            wide = [state[name].to(parameter.dtype) for name in MOMENTS]
+            adamw(
+                [parameter],
+                [parameter.grad],
+                [wide[0]],
+                [wide[1]],
+                [],
+                [state["step"]],
+                fused=True,
+                grad_scale=optimizer.grad_scale,  # type: ignore[attr-defined]
+                found_inf=optimizer.found_inf,  # type: ignore[attr-defined]
+                amsgrad=False,
+                beta1=group["betas"][0],
+                beta2=group["betas"][1],
+                lr=group["lr"],
+                weight_decay=group["weight_decay"],
+                eps=group["eps"],
+                maximize=False,
+            )
+            for name, moment in zip(MOMENTS, wide, strict=True):
+                state[name].copy_(moment)
 
 
 def gradient_norm(model: nn.Module) -> torch.Tensor:

@@ -207,7 +207,7 @@ def compute_type(config: TrainerConfig, device: torch.device) -> torch.dtype:
     """Type of activations and gathered weights; master weights are float32 whatever it is."""
     if config.precision == "auto":
         return torch.bfloat16 if device.type == "cuda" else torch.float32
-    return getattr(torch, config.precision)
+    return torch.float32 if config.precision == "float32" else torch.bfloat16
 
 
 def blocks(model: Any) -> list[nn.Module]:

@@ -21,6 +21,7 @@ from trainer.estimate import (
     find_gpu,
     peak_bytes,
     step_times,
+    without_float8,
 )
 
 HERE = Path(__file__).parent
@@ -68,6 +69,8 @@ def plan_row(name: str, machine: Machine, shape: Shape, run: RunFile) -> Row:
         return Row(
             name, machine, f"batch.sequences is {sequences}, and there are {machine.size} GPUs; set it to a multiple of them"
         )
+    if config.precision == "float8" and not machine.gpu.float8:
+        return Row(name, machine, without_float8("its GPU"))
     try:
         choice = choose(shape, machine, sequences, length, config.batch.micro_batch, config.recompute_blocks)
     except InputError as error:
@@ -89,12 +92,15 @@ def model_shape(run: RunFile) -> Shape:
     """Of the run's model, from its config.json alone."""
     import torch
 
+    from trainer.float8 import convert
     from trainer.model import build_model, fetch_model
     from trainer.parallel import blocks
 
     dtype = torch.float32 if run.trainer.precision == "float32" else torch.bfloat16
     model = build_model(fetch_model(run.trainer, weights=False), run.trainer, "sdpa", dtype)
-    return Shape.of(model, blocks(model), dtype.itemsize)
+    if run.trainer.precision == "float8":
+        convert(model)
+    return Shape.of(model, blocks(model), dtype.itemsize, run.trainer.optim.moments)
 
 
 def plan(run: RunFile, nodes: int | None, prices: dict[str, float]) -> str:

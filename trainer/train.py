@@ -19,6 +19,7 @@ from trainer.checkpoint import Checkpoints
 from trainer.choices import decide
 from trainer.config import Hardware, InputError, RunError, RunFile, TrainerConfig
 from trainer.export import export
+from trainer.float8 import use_float8
 from trainer.inputs import Sets, load_sets, read_inputs
 from trainer.lora import describe_adapters, init_adapters
 from trainer.metrics import Journal, Meter
@@ -134,6 +135,8 @@ def make_model(
     if config.lora and world.is_main:
         say(describe_adapters(model))
     compile_blocks(model, config, world.device)
+    if config.precision == "float8":
+        use_float8(model, world.device)
     config, choice = decide(model, config, hardware, dtype, world, say)
     recompute(model, choice.recomputed)
     return shard(model, world, dtype, choice.gathered), config
@@ -204,7 +207,7 @@ class UnderWay:
 
 def train_step(
     model: Any,
-    optimizer: torch.optim.Optimizer,
+    optimizer: torch.optim.AdamW,
     tokens: Tokens,
     packs: list[np.ndarray],
     config: TrainerConfig,

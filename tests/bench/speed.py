@@ -25,6 +25,7 @@ ROOT = Path(__file__).parents[2]
 LENGTH = 4096
 WARM_UP = 4
 BARE = {"attention": "sdpa", "compile": False, "triton": False, "micro_batch": 4}
+SEVEN = {"model": "7B", "sequences": 8, "optim": {"moments": "bfloat16"}}
 CASES: dict[str, dict[str, Any]] = {
     "full": {},
     "chat": {"rows": "chat"},
@@ -44,25 +45,35 @@ CASES: dict[str, dict[str, Any]] = {
     "full, inductor: no persistent reductions": {"inductor": {"triton.persistent_reductions": False}},
     "full, inductor: multi-kernel": {"inductor": {"triton.multi_kernel": 1}},
     "full, cublasLt": {"blas": "cublaslt"},
+    "full, moments in bfloat16": {"optim": {"moments": "bfloat16"}},
+    # Products in 8-bit floats, adapters, and a larger model.
+    "float8": {"precision": "float8"},
+    "float8, small layers too": {"precision": "float8", "least": 16},
+    "lora": {"lora": {"r": 16}},
+    "7B": SEVEN,
+    "7B, float8": SEVEN | {"precision": "float8"},
+    "7B, lora": {"model": "7B", "lora": {"r": 16}},
 }
+PASSED = ("attention", "compile", "optim", "precision", "lora")
 
 
 def settings(case: dict[str, Any]) -> Any:
     """The trainer's settings for a case, its model's shape written to a folder."""
-    from tiny import QWEN_1P5B
+    from tiny import QWEN_1P5B, QWEN_7B
     from transformers import Qwen2Config
 
     from trainer.config import TrainerConfig
 
     folder = Path("/tmp/speed-model")
-    Qwen2Config(**QWEN_1P5B, architectures=["Qwen2ForCausalLM"]).save_pretrained(folder)
+    shape = QWEN_7B if case.get("model") == "7B" else QWEN_1P5B
+    Qwen2Config(**shape, architectures=["Qwen2ForCausalLM"]).save_pretrained(folder)
     values = {
         "name": "speed",
         "model": {"path": str(folder)},
         "data": {"train": "-", "sequence_length": LENGTH},
         "batch": {"sequences": case.get("sequences", 16), "micro_batch": case.get("micro_batch")},
     }
-    return TrainerConfig.model_validate(values | {key: case[key] for key in ("attention", "compile") if key in case})
+    return TrainerConfig.model_validate(values | {key: case[key] for key in PASSED if key in case})
 
 
 def measure(case: dict[str, Any], num_steps: int, profile: bool) -> dict[str, Any]:
@@ -72,19 +83,22 @@ def measure(case: dict[str, Any], num_steps: int, profile: bool) -> dict[str, An
     import torch._inductor.config
 
     import trainer.attention
+    import trainer.float8
     import trainer.loss
     import trainer.train
     from trainer.config import Hardware
-    from trainer.estimate import flops_per_token
+    from trainer.estimate import Choice, Shape, flops_per_token, num_parameters, peak_bytes
     from trainer.metrics import mfu
     from trainer.optim import build_optimizer
     from trainer.packing import num_tokens, total_weight
-    from trainer.parallel import Wish, join_world
+    from trainer.parallel import Wish, blocks, join_world
     from trainer.train import make_model, train_step
 
     config = settings(case)
     if not case.get("cudnn", True):
         trainer.attention._kernel = lambda *_: trainer.attention.FLASH
+    if "least" in case:
+        trainer.float8.LEAST = case["least"]
     if not case.get("triton", True):
         trainer.loss.has_triton = lambda: False
 
@@ -124,9 +138,11 @@ def measure(case: dict[str, Any], num_steps: int, profile: bool) -> dict[str, An
         seconds = [a.elapsed_time(b) / 1000 for a, b in zip(ends[WARM_UP:], ends[WARM_UP + 1 :], strict=False)]
         counted = steps[WARM_UP + 1 :]
         speed = statistics.median(num_tokens(tokens, packs) / s for packs, s in zip(counted, seconds, strict=False))
-        count = sum(parameter.numel() for parameter in model.parameters())
-        flops = flops_per_token(count, count, shape.num_hidden_layers, shape.hidden_size, LENGTH)
+        flops = flops_per_token(*num_parameters(model), shape.num_hidden_layers, shape.hidden_size, LENGTH)
         supervised = sum(total_weight(tokens, packs) for packs in counted) / sum(num_tokens(tokens, packs) for packs in counted)
+        choice = Choice(config.batch.micro_batch or 1, config.recompute_blocks or 0, "step")
+        total = torch.cuda.get_device_properties(world.device).total_memory
+        estimated = peak_bytes(Shape.of(model, blocks(model), 2, config.optim.moments), choice, 1, LENGTH, total)
         from torch._dynamo.utils import counters
 
         return {
@@ -136,6 +152,9 @@ def measure(case: dict[str, Any], num_steps: int, profile: bool) -> dict[str, An
             "step_seconds": statistics.median(seconds),
             "step_seconds_range": [min(seconds), max(seconds)],
             "gpu_memory_gib": torch.cuda.max_memory_allocated() / 2**30,
+            "estimated_gib": estimated / 2**30,
+            "micro_batch": config.batch.micro_batch,
+            "recomputed_blocks": config.recompute_blocks,
             "start_seconds": first,
             "attention": shape._attn_implementation,
             "loss": [losses[0].item(), losses[-1].item()],
@@ -193,7 +212,8 @@ def main() -> None:
         print(json.dumps(measure(CASES[arguments.one], arguments.steps, arguments.profile)))
         return
     results = {}
-    print("| case | tokens/s | MFU | supervised | GiB | start s | graphs | loss |\n|---|---|---|---|---|---|---|---|")
+    titles = ("case", "tokens/s", "MFU", "supervised", "GiB", "estimated", "micro-batch", "start s", "graphs", "loss")
+    print(f"| {' | '.join(titles)} |\n{'|---' * len(titles)}|")
     for name in arguments.cases or CASES:
         command = [sys.executable, __file__, "--one", name, "--steps", str(arguments.steps)]
         path = os.pathsep.join(filter(None, [str(ROOT), str(ROOT / "tests" / "trainer"), os.environ.get("PYTHONPATH")]))
@@ -209,7 +229,8 @@ def main() -> None:
         row = results[name] = json.loads(done.stdout.splitlines()[-1])
         print(
             f"| {name} | {row['tokens_per_second']:,.0f} | {row['mfu']:.1%} | {row['supervised_share']:.1%} | "
-            f"{row['gpu_memory_gib']:.0f} | {row['start_seconds']:.0f} | {row['graphs']} | "
+            f"{row['gpu_memory_gib']:.1f} | {row['estimated_gib']:.1f} | {row['micro_batch']} | {row['start_seconds']:.0f} | "
+            f"{row['graphs']} | "
             f"{row['loss'][0]:.3f} -> {row['loss'][1]:.3f} |",
             flush=True,
         )

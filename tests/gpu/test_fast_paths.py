@@ -19,11 +19,12 @@ from stores import tokens_of
 from tiny import FAMILIES, build_tokenizer
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from trainer import attention, loss
+from trainer import attention, float8, loss
 from trainer.attention import VARLEN, choose_attention
-from trainer.config import TrainerConfig
+from trainer.config import OptimConfig, TrainerConfig
+from trainer.float8 import use_float8
 from trainer.model import build_model, load_pretrained, loss_inputs
-from trainer.optim import build_optimizer
+from trainer.optim import build_optimizer, gradient_norm, guarded_step
 from trainer.packing import micro_batches
 from trainer.parallel import Wish, World, compile_blocks, compute_type, full, join_world, shard
 from trainer.tokens import Tokens
@@ -73,6 +74,8 @@ def prepared(folder: Path, world: World, fast: bool, **changes: Any) -> tuple[An
     kernel = choose_attention(AutoConfig.from_pretrained(folder), config, world.device, dtype)
     model = build_model(folder, config, kernel)
     compile_blocks(model, config, world.device)
+    if config.precision == "float8":
+        use_float8(model, world.device)
     model = shard(model, world, dtype)
     load_pretrained(model, folder)
     return model, config, kernel
@@ -179,8 +182,6 @@ def test_steps_wait_for_nothing_and_compile_once_whatever_the_lengths(tmp_path: 
 
 
 def test_a_gradient_that_is_no_number_leaves_the_weights_as_they_were(tmp_path: Path, world: World) -> None:
-    from trainer.optim import gradient_norm, guarded_step
-
     model, config, _ = prepared(save(tmp_path, "qwen2"), world, fast=True)
     optimizer = build_optimizer(model, config.optim)
     gradients(model, config, world, PACKED)
@@ -188,3 +189,33 @@ def test_a_gradient_that_is_no_number_leaves_the_weights_as_they_were(tmp_path: 
     before = [parameter.detach().clone() for parameter in model.parameters()]
     guarded_step(optimizer, gradient_norm(model), 1.0)
     assert all(torch.equal(a, b.detach()) for a, b in zip(before, model.parameters(), strict=True))
+
+
+def test_moments_in_bfloat16_are_stepped_as_on_a_cpu() -> None:
+    torch.manual_seed(0)
+    layers = [torch.nn.Linear(1000, 100, device=device) for device in ("cpu", "cuda")]
+    layers[1].load_state_dict(layers[0].state_dict())
+    optimizers = [build_optimizer(layer, OptimConfig(lr=0.01, weight_decay=0.1, moments="bfloat16")) for layer in layers]
+    for _ in range(5):
+        for ours, theirs in zip(*(layer.parameters() for layer in layers), strict=True):
+            ours.grad = torch.randn_like(ours)
+            theirs.grad = ours.grad.cuda()
+        for layer, optimizer in zip(layers, optimizers, strict=True):
+            guarded_step(optimizer, gradient_norm(layer), 1.0)
+    for ours, theirs in zip(*(layer.parameters() for layer in layers), strict=True):
+        assert optimizers[1].state[theirs]["exp_avg"].dtype == torch.bfloat16
+        # A moment that lies half-way between two numbers of bfloat16 may be rounded to another one.
+        apart = (ours - theirs.cpu()).abs()
+        assert apart.max() < 1e-3
+        assert (apart > 1e-5).float().mean() < 0.01
+
+
+def test_float8_gives_nearly_the_loss_and_gradients_of_bfloat16(
+    tmp_path: Path, world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(float8, "LEAST", 64)
+    folder = save(tmp_path, "qwen2")
+    plain = gradients(*prepared(folder, world, fast=True)[:2], world, PACKED)
+    mine = gradients(*prepared(folder, world, fast=True, precision="float8")[:2], world, PACKED)
+    assert mine["loss"].item() == pytest.approx(plain["loss"].item(), rel=0.01)
+    assert 0.01 < worst(mine, plain) < 0.3

@@ -5,11 +5,12 @@ from typing import Any
 
 import pytest
 import torch
+from pydantic import ValidationError
 from torch import nn
 
 from trainer.config import OptimConfig, ScheduleConfig
 from trainer.estimate import flops_per_token
-from trainer.optim import build_optimizer, learning_rate, set_step
+from trainer.optim import build_optimizer, guarded_step, learning_rate, set_step
 
 
 def curve(num_steps: int, **schedule: Any) -> list[float]:
@@ -86,6 +87,55 @@ def test_moments_made_ahead_give_the_steps_of_plain_adamw() -> None:
         set_step(mine, step + 1)
     assert torch.allclose(ours.weight, theirs.weight, atol=1e-6)
     assert torch.allclose(ours.bias, theirs.bias, atol=1e-6)
+
+
+def test_moments_in_bfloat16_are_those_of_float32_rounded_once_a_step() -> None:
+    torch.manual_seed(0)
+    layer = nn.Linear(5, 3)
+    config = OptimConfig(lr=0.01, weight_decay=0.1, moments="bfloat16")
+    optimizer = build_optimizer(layer, config)
+    expected = {parameter: parameter.detach().clone() for parameter in layer.parameters()}
+    moments = {parameter: [torch.zeros_like(parameter)] * 2 for parameter in layer.parameters()}
+    for step in range(1, 6):
+        gradients = {parameter: torch.randn_like(parameter) for parameter in layer.parameters()}
+        for parameter, gradient in gradients.items():
+            parameter.grad = gradient.clone()
+            first, second = (moment.float() for moment in moments[parameter])
+            gradient = gradient / 2  # the norm is 2 x what it is clipped to
+            first, second = 0.9 * first + 0.1 * gradient, 0.95 * second + 0.05 * gradient**2
+            if parameter.ndim > 1:
+                expected[parameter] *= 1 - 0.01 * 0.1
+            expected[parameter] -= 0.01 * first / (1 - 0.9**step) / ((second / (1 - 0.95**step)).sqrt() + 1e-8)
+            moments[parameter] = [first.bfloat16(), second.bfloat16()]
+        guarded_step(optimizer, torch.tensor(2.0), 1.0)
+    for parameter, state in optimizer.state.items():
+        assert state["exp_avg"].dtype == state["exp_avg_sq"].dtype == torch.bfloat16
+        assert state["step"] == 5
+        assert torch.allclose(parameter, expected[parameter], atol=1e-6)
+        # Where a sum of float32 lies half-way between two neighbours, its order decides on which it is rounded to.
+        assert torch.allclose(state["exp_avg"], moments[parameter][0], rtol=1 / 128)
+        assert torch.allclose(state["exp_avg_sq"], moments[parameter][1], rtol=1 / 128)
+
+
+def test_a_gradient_that_is_no_number_leaves_moments_in_bfloat16_and_their_count_as_they_were() -> None:
+    layer = nn.Linear(5, 3)
+    optimizer = build_optimizer(layer, OptimConfig(moments="bfloat16"))
+    for parameter in layer.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    guarded_step(optimizer, torch.tensor(1.0), 1.0)
+    before = [tensor.clone() for p, state in optimizer.state.items() for tensor in (p.detach(), *state.values())]
+    guarded_step(optimizer, torch.tensor(float("nan")), 1.0)
+    after = [tensor for p, state in optimizer.state.items() for tensor in (p.detach(), *state.values())]
+    assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+
+
+def test_a_moment_that_bfloat16_could_not_let_decay_is_refused() -> None:
+    assert OptimConfig(beta2=0.999).moments == "float32"
+    with pytest.raises(ValidationError, match=r"rounded back to what it was at beta2 0\.999; set it to 0\.99 or less"):
+        OptimConfig(beta2=0.999, moments="bfloat16")
+    largest = torch.tensor(1.9921875).bfloat16()  # of the numbers below 2, the one whose neighbour is nearest to it
+    assert (largest.float() * 0.99).bfloat16() < largest
+    assert (largest.float() * 0.999).bfloat16() == largest
 
 
 def test_flops_of_a_token_of_qwen_1p5b_at_4096_are_those_of_the_formula() -> None:

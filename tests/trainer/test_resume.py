@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from processes import run_processes
+from safetensors.torch import load_file
 from tiny import settings
 from training import run_training, weights
 
@@ -44,6 +45,20 @@ def test_interrupted_twice_and_resumed_ends_in_bitwise_equal_weights(folder: Pat
     kept, again = weights(whole["uri"]), weights(parts[0]["uri"])
     assert kept.keys() == again.keys()
     assert all(torch.equal(kept[name], again[name]) for name in kept)
+
+
+def test_moments_in_bfloat16_are_saved_as_such_and_resumed_to_bitwise_equal_weights(folder: Path, whole: dict[str, Any]) -> None:
+    kinds = {"moments": {}, "moments-parts": {"checkpoint": {"every_steps": 100}}}
+    run, parts = (shared_settings(folder, name, optim={"moments": "bfloat16"}, **changes) for name, changes in kinds.items())
+    [once] = run_processes(2, run_training, run)[:1]
+    again = [run_processes(2, run_training, parts, stop)[0] for stop in (3, None)]
+    assert losses(again) == losses([once])
+    kept, resumed, other = (weights(result["uri"]) for result in (once, again[-1], whole))
+    assert all(torch.equal(kept[name], resumed[name]) for name in kept)
+    assert not all(torch.equal(kept[name], other[name]) for name in kept)
+    [file, *_] = Path(once["uri"], "checkpoints").glob("*/rank-00000.safetensors")
+    types = {name.rpartition(".")[2]: tensor.dtype for name, tensor in load_file(file).items() if name.startswith("optimizer.")}
+    assert types == {"exp_avg": torch.bfloat16, "exp_avg_sq": torch.bfloat16}
 
 
 def test_another_number_of_workers_resumes_with_the_same_losses(folder: Path, whole: dict[str, Any]) -> None:

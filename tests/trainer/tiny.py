@@ -65,6 +65,17 @@ QWEN_1P5B: dict[str, Any] = {
     "max_position_embeddings": 32768,
     "tie_word_embeddings": True,
 }
+# That of Qwen2.5-7B, 7.6156 B parameters.
+QWEN_7B: dict[str, Any] = {
+    "vocab_size": 152064,
+    "hidden_size": 3584,
+    "intermediate_size": 18944,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 28,
+    "num_key_value_heads": 4,
+    "max_position_embeddings": 32768,
+    "tie_word_embeddings": False,
+}
 FAMILIES = {
     "qwen2": lambda: Qwen2Config(**SHAPE, tie_word_embeddings=True),
     "qwen3": lambda: Qwen3Config(**SHAPE, head_dim=8, tie_word_embeddings=True),

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
+from trainer import float8
 from trainer.config import RunFile, TrainerConfig
 from trainer.driver import prepare
 from trainer.estimate import Gathered
@@ -96,6 +97,24 @@ def loss_and_gradients(settings: dict[str, Any], packs_of_rows: list[list[int]])
             total += loss.detach()
         gradients = {name: full(p.grad).clone() for name, p in model.named_parameters() if p.grad is not None}
         return {"loss": total.item(), "gradients": gradients}
+
+
+def float8_gradients(settings: dict[str, Any], layers: bool) -> dict[str, Any]:
+    """Loss and full gradients of the first step in bfloat16, with `layers` in 8-bit floats where they are linear."""
+    run = RunFile.model_validate({"trainer": settings})
+    config = run.trainer
+    float8.LEAST = 16
+    with join_world(lambda: Wish.NOTHING) as world:
+        world.main_first(lambda: check(run))
+        model: Any = build_model(Path(config.model.path), config, "sdpa")
+        if layers:
+            float8.convert(model)
+        shard(model, world, torch.bfloat16)
+        fill(model, config)
+        tokens = training_rows(run)
+        loss, _ = train_step(model, build_optimizer(model, config.optim), tokens, Plan(tokens, config).step_packs(1), config, world)
+        gradients = {name: full(p.grad).clone() for name, p in model.named_parameters() if p.grad is not None}
+        return {"loss": world.sum(loss.item())[0], "gradients": gradients}
 
 
 def two_steps(settings: dict[str, Any], fast: bool, recomputed: int = 0) -> dict[str, Any]:
