@@ -37,7 +37,8 @@ def assert_ends_well(release: Release, undisturbed: Release, step: int) -> None:
 
 def test_a_worker_pod_that_is_deleted_is_replaced(under_way, undisturbed, report):
     step, started = under_way.wait_for_checkpoint(), time.monotonic()
-    kubectl("delete", under_way.pods("worker")[0], "--wait=false")
+    # At once, as a node goes: in its grace period the run would save, and might be complete before it is over.
+    kubectl("delete", under_way.pods("worker")[0], "--wait=false", "--grace-period=1")
     assert_ends_well(under_way, undisturbed, step)
     report(f"worker pod deleted after step {step} to the end: {time.monotonic() - started:.0f} s")
 
