@@ -20,7 +20,7 @@ from rich.console import Console
 from trainer.config import Hardware, InputError, RunError, RunFile
 from trainer.estimate import find_gpu, without_float8
 from trainer.ownership import Ownership
-from trainer.plan import catalogue
+from trainer.plan import catalogue, too_small
 from trainer.progress import Progress, describe_start, show_rows
 from trainer.storage import Storage, check_writable, open_storage
 
@@ -198,6 +198,8 @@ def prepare(run: RunFile, storage: Storage, say: Callable[[str], None]) -> tuple
     compare_with_last(run, say)
     folder, tokenizer, sets = resolve(config, storage, say)
     check_model(folder, tokenizer, config)
+    if reason := too_small(run, folder):
+        say(f"memory: perhaps too small: {run.hardware.instance_type}: {reason}")
     storage.write("run.json", run.model_dump_json(indent=1).encode())
     plan = Plan(sets.train, config)
     say(describe_plan(sets, plan))

@@ -313,7 +313,8 @@ def _remedy(shape: Shape, machine: Machine, choices: list[Choice], sequence_leng
     """What would make a model fit that does not: the smallest change to the run that would, or another machine."""
     changed = {"optim.moments: bfloat16": replace(shape, moment_width=2)}
     if shape.trained > shape.parameters / 2:
-        changed["lora"] = replace(shape, trained=shape.parameters // 100, frozen_width=shape.width)
+        without = " without precision: float8" if shape.float8 else ""
+        changed[f"lora{without}"] = replace(shape, trained=shape.parameters // 100, frozen_width=shape.width)
     for setting, other in changed.items():
         needed = min(peak_bytes(other, choice, machine.size, sequence_length, machine.memory_bytes) for choice in choices)
         if needed <= USABLE * machine.memory_bytes:

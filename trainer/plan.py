@@ -80,6 +80,14 @@ def plan_row(name: str, machine: Machine, shape: Shape, run: RunFile) -> Row:
     return Row(name, machine, None, choice, needed, times, sequences * length / times.step)
 
 
+def too_small(run: RunFile, folder: Path) -> str | None:
+    """Why the run's own instance type cannot hold a step of the model in `folder`, by the estimate; None where it can, or is not known."""
+    name = run.hardware.instance_type
+    facts = catalogue().get(name) if name else None
+    machine = machine_of(facts, run.hardware.nodes) if facts else None
+    return plan_row(name, machine, model_shape(run, folder), run).refused if name and machine else None
+
+
 def num_tokens(run: RunFile) -> int | None:
     """Tokens that the run trains on; None where only its data can say."""
     config = run.trainer
@@ -88,8 +96,8 @@ def num_tokens(run: RunFile) -> int | None:
     return config.duration.tokens
 
 
-def model_shape(run: RunFile) -> Shape:
-    """Of the run's model, from its config.json alone."""
+def model_shape(run: RunFile, folder: Path | None = None) -> Shape:
+    """Of the run's model, from its config.json alone, which is fetched where no folder with it is given."""
     import torch
 
     from trainer.float8 import convert
@@ -97,7 +105,7 @@ def model_shape(run: RunFile) -> Shape:
     from trainer.parallel import blocks
 
     dtype = torch.float32 if run.trainer.precision == "float32" else torch.bfloat16
-    model = build_model(fetch_model(run.trainer, weights=False), run.trainer, "sdpa", dtype)
+    model = build_model(folder or fetch_model(run.trainer, weights=False), run.trainer, "sdpa", dtype)
     if run.trainer.precision == "float8":
         convert(model)
     return Shape.of(model, blocks(model), dtype.itemsize, run.trainer.optim.moments)

@@ -19,7 +19,11 @@ from safetensors.torch import load_file, save_file
 from tiny import save_model, settings, write_rows
 from training import run_training, weights
 
+from trainer import plan
 from trainer.cli import main
+from trainer.config import RunFile
+from trainer.driver import prepare
+from trainer.storage import open_storage
 
 ALONE = os.environ | {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29511"}
 OFFLINE = {"PYTHONUNBUFFERED": "1", "HF_HUB_OFFLINE": "1"}
@@ -158,6 +162,20 @@ def test_bad_settings_are_one_sentence_and_exit_code_2(
     text = refusal(["train", "--config", str(write_config(tmp_path, **changes))], monkeypatch, capsys)
     assert sentence in text
     assert len(text.splitlines()) == 1
+
+
+def test_before_workers_start_it_is_said_that_a_models_memory_may_be_too_small_and_what_would_help(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gpu = plan.catalogue()["g6.xlarge"]
+    run = RunFile.model_validate({"trainer": settings(tmp_path), "hardware": {"gpus_per_node": 1, "instance_type": "g6.xlarge"}})
+    said: list[str] = []
+    prepare(run, open_storage(run.uri, run.trainer.storage), said.append)
+    assert not [line for line in said if line.startswith("memory:")]
+    monkeypatch.setattr(plan, "catalogue", lambda: {"g6.xlarge": gpu | {"gpu_mem_mib_each": 0.1}})
+    prepare(run, open_storage(run.uri, run.trainer.storage), said.append)
+    [line] = [line for line in said if line.startswith("memory:")]
+    assert line.startswith("memory: perhaps too small: g6.xlarge: a sequence of 128 tokens needs 0 GiB of each GPU")
 
 
 def test_more_workers_than_sequences_of_a_step_are_refused(

@@ -15,7 +15,7 @@ from transformers import Qwen2Config
 
 from trainer.config import InputError, RunFile, TrainerConfig
 from trainer.driver import prepare
-from trainer.estimate import GIB, GPUS, Choice, Machine, step_times
+from trainer.estimate import GIB, GPUS, Choice, Machine, choose, step_times
 from trainer.float8 import Float8Linear, Rounded, convert, use_float8
 from trainer.model import build_model
 from trainer.plan import model_shape, plan
@@ -153,6 +153,9 @@ def test_a_device_that_multiplies_no_8_bit_floats_is_refused_before_workers_star
     text = plan(run_of(folder), 1, {})
     assert f"g5.xlarge: {sentence.format('its GPU')}" in text
     assert "p5en.48xlarge" in text.partition("cannot be:")[0]
+    small = Machine(GPUS["NVIDIA L4"], 22 * GIB)
+    with pytest.raises(InputError, match="set lora without precision: float8, which needs about"):
+        choose(model_shape(run_of(folder)), small, 8, 4096)
 
 
 def test_a_model_without_large_layers_is_refused(tmp_path: Path) -> None:
