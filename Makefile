@@ -84,11 +84,11 @@ e2e-full: cluster-image $(BIN)/kueue ## The same and more: lost workers, no S3 f
 
 # ---- Check -----------------------------------------------------------------------------------------------------------
 
-# Two files at a time: much of a test is waiting for other processes.
+# Two processes (tests/conftest.py): much of a test is waiting for other processes.
 .PHONY: test
 test: .venv/.stamp $(addprefix $(BIN)/,helm helm4 helm-unittest kubeconform kube-score versitygw toxiproxy) ## Run all tests; PYTEST_ARGS='-k name' chooses some
 	@$(WITH_TOOLS) helm-unittest --strict $(CHART)
-	@$(WITH_TOOLS) pytest --numprocesses 2 --dist loadfile $(PYTEST_ARGS)
+	@$(WITH_TOOLS) pytest --numprocesses 2 --dist loadgroup $(PYTEST_ARGS)
 
 .PHONY: chaos
 chaos: .venv/.stamp $(addprefix $(BIN)/,versitygw toxiproxy) ## Kill, freeze, stop and damage small runs at random, and see that nothing is lost: ROUNDS=200, from SEED=1 on
