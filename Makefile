@@ -74,13 +74,19 @@ e2e: cluster-image e2e-tests ## Install the chart on that cluster, disturb its r
 
 .PHONY: e2e-tests
 e2e-tests: # On the cluster and the image that are there
-	@.venv/bin/pytest tests/e2e -m "not full" --timeout 1200 --durations 0 $(PYTEST_ARGS)
+	@.venv/bin/pytest tests/e2e --ignore tests/e2e/test_gitops.py -m "not full" --timeout 1200 --durations 0 $(PYTEST_ARGS)
 
 # With Kueue, and with all else that a run may meet.
 .PHONY: e2e-full
 e2e-full: cluster-image $(BIN)/kueue ## The same and more: lost workers, no S3 for a while, queues, who reaches a run's ports
 	@.venv/bin/python tests/cluster/cluster.py kueue
-	@.venv/bin/pytest tests/e2e --timeout 1200 --durations 0 $(PYTEST_ARGS)
+	@.venv/bin/pytest tests/e2e --ignore tests/e2e/test_gitops.py --timeout 1200 --durations 0 $(PYTEST_ARGS)
+
+# Redis comes from Debian: apt-get install redis-server.
+.PHONY: gitops-e2e
+gitops-e2e: cluster-image $(addprefix $(BIN)/,argocd registry kueue) ## Let Argo CD deploy commits to that cluster, and see the right thing happen
+	@.venv/bin/python tests/cluster/cluster.py kueue
+	@.venv/bin/pytest tests/e2e/test_gitops.py --timeout 1200 --durations 0 $(PYTEST_ARGS)
 
 # ---- Check -----------------------------------------------------------------------------------------------------------
 

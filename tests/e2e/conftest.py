@@ -1,6 +1,5 @@
 """On the cluster of `make cluster`: a namespace, and a bucket with a small model and rows."""
 
-import json
 import sys
 import time
 import zlib
@@ -15,7 +14,7 @@ sys.path += [str(TESTS / "cluster"), str(TESTS / "trainer")]
 
 import cluster  # noqa: E402
 import tiny  # noqa: E402
-from release import BUCKET, NAMESPACE, STEPS, Release, s3_client, settings  # noqa: E402
+from release import BUCKET, NAMESPACE, STEPS, Release, make_namespace, s3_client, settings  # noqa: E402
 from transformers import AutoModelForCausalLM, Qwen2Config  # noqa: E402
 
 # 1.5 M parameters.
@@ -45,12 +44,7 @@ def platform(tmp_path_factory: pytest.TempPathFactory) -> None:
             s3.delete_object(Bucket=BUCKET, Key=each["Key"])  # runs of an earlier session would be complete at once
     for path in folder.rglob("*.*"):
         s3.upload_file(str(path), BUCKET, str(path.relative_to(folder)))
-    names = {"AWS_ACCESS_KEY_ID": cluster.S3["access"], "AWS_SECRET_ACCESS_KEY": cluster.S3["secret"], "AWS_REGION": "us-east-1"}
-    restricted = {"pod-security.kubernetes.io/enforce": "restricted"}
-    namespace = {"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": NAMESPACE, "labels": restricted}}
-    secret = {"apiVersion": "v1", "kind": "Secret", "metadata": {"name": "s3", "namespace": NAMESPACE}, "stringData": names}
-    for each in (namespace, secret):
-        cluster.kubectl("apply", "-f", "-", input=json.dumps(each))
+    make_namespace(NAMESPACE)
 
 
 @pytest.fixture

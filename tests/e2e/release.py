@@ -156,6 +156,30 @@ def objects() -> set[str]:
     return set(kubectl("get", kinds, "--output", "name").split())
 
 
+def make_namespace(name: str) -> None:
+    """One that takes restricted pods alone, with the S3 server's keys."""
+    labels = {"pod-security.kubernetes.io/enforce": "restricted"}
+    keys = {"AWS_ACCESS_KEY_ID": cluster.S3["access"], "AWS_SECRET_ACCESS_KEY": cluster.S3["secret"], "AWS_REGION": "us-east-1"}
+    namespace = {"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": name, "labels": labels}}
+    secret = {"apiVersion": "v1", "kind": "Secret", "metadata": {"name": "s3", "namespace": name}, "stringData": keys}
+    for each in (namespace, secret):
+        cluster.kubectl("apply", "-f", "-", input=json.dumps(each))
+
+
+def make_queue(namespace: str, **room: str) -> str:
+    """environments/platform's queue with a quota such as cpu="500m"; returns the name of its LocalQueue in the namespace."""
+    objects = list(yaml.safe_load_all((cluster.ROOT / "environments/platform/queues/queues.yaml").read_text()))
+    for each in objects:
+        if each["kind"] == "LocalQueue":
+            each["metadata"]["namespace"] = namespace
+        elif each["kind"] == "ClusterQueue":
+            for resource in [resource for group in each["spec"]["resourceGroups"] for resource in group["flavors"][0]["resources"]]:
+                resource["nominalQuota"] = room.get(resource["name"], resource["nominalQuota"])
+    cluster.kubectl("apply", "-f", "-", input=yaml.safe_dump_all(objects))
+    [name] = {each["metadata"]["name"] for each in objects if each["kind"] == "LocalQueue"}
+    return name
+
+
 def helm(*arguments: Any, input: str | None = None) -> str:
     return cluster.run(cluster.BIN / "helm", "--kubeconfig", cluster.KUBECONFIG, "--namespace", NAMESPACE, *arguments, input=input)
 

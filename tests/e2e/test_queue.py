@@ -4,30 +4,16 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import cluster
 import pytest
-import yaml
-from release import NAMESPACE, STEPS, Release, assert_complete, kubectl, settings, wait
+from release import NAMESPACE, STEPS, Release, assert_complete, make_queue, settings, wait
 
 pytestmark = pytest.mark.full
-
-# What one run asks for: head, two workers and submitter have 100m each.
-ROOM = {"cpu": "500m", "memory": "12Gi"}
 
 
 @pytest.fixture(scope="module")
 def queue(platform: None) -> str:
-    """Name of the LocalQueue."""
-    objects = list(yaml.safe_load_all((cluster.ROOT / "environments/platform/queues/queues.yaml").read_text()))
-    for each in objects:
-        if each["kind"] == "LocalQueue":
-            each["metadata"]["namespace"] = NAMESPACE
-        elif each["kind"] == "ClusterQueue":
-            for resource in [resource for group in each["spec"]["resourceGroups"] for resource in group["flavors"][0]["resources"]]:
-                resource["nominalQuota"] = ROOM.get(resource["name"], resource["nominalQuota"])
-    kubectl("apply", "-f", "-", input=yaml.safe_dump_all(objects))
-    [name] = {each["metadata"]["name"] for each in objects if each["kind"] == "LocalQueue"}
-    return name
+    """Name of the LocalQueue, with room for one run: head, two workers and submitter ask for 100m each."""
+    return make_queue(NAMESPACE, cpu="500m", memory="12Gi")
 
 
 @pytest.fixture
