@@ -8,6 +8,7 @@ import pytest
 ALONE = {"test_chaos", "test_driver", "test_failures", "test_faults", "test_nodes", "test_ownership"}
 
 
+@pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the marks
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         file = Path(item.nodeid.partition("::")[0])
