@@ -90,11 +90,10 @@ gitops-e2e: cluster-image $(addprefix $(BIN)/,argocd registry kueue) ## Let Argo
 
 # ---- Check -----------------------------------------------------------------------------------------------------------
 
-# Two processes (tests/conftest.py): much of a test is waiting for other processes.
 .PHONY: test
 test: .venv/.stamp $(addprefix $(BIN)/,helm helm4 helm-unittest kubeconform kube-score versitygw toxiproxy) ## Run all tests; PYTEST_ARGS='-k name' chooses some
 	@$(WITH_TOOLS) helm-unittest --strict $(CHART)
-	@$(WITH_TOOLS) pytest --numprocesses 2 --dist loadgroup $(PYTEST_ARGS)
+	@$(WITH_TOOLS) pytest $(PYTEST_ARGS)
 
 .PHONY: chaos
 chaos: .venv/.stamp $(addprefix $(BIN)/,versitygw toxiproxy) ## Kill, freeze, stop and damage small runs at random, and see that nothing is lost: ROUNDS=200, from SEED=1 on

@@ -313,7 +313,11 @@ def install(name: str, source: Path, image: str, **fields: str) -> None:
     changes |= {"readinessProbe/initialDelaySeconds": 0, "readinessProbe/periodSeconds": 1}
     container = "/spec/template/spec/containers/0"
     patch = [{"op": "add", "path": f"{container}/{path}", "value": value} for path, value in changes.items()]
-    patches = [{"target": {"kind": "Deployment"}, "patch": json.dumps(patch)}]
+    # Kueue's own API server (its visibility API) would want front-proxy certificates, and without them no namespace ever ends.
+    gone = {"$patch": "delete", "apiVersion": "apiregistration.k8s.io/v1", "kind": "APIService", "metadata": {"name": "any"}}
+    patches = [
+        {"target": {"kind": kind}, "patch": json.dumps(each)} for kind, each in (("Deployment", patch), ("APIService", gone))
+    ]
     kustomization = {"resources": [os.path.relpath(source / "config/default", folder)], "patches": patches} | fields
     (folder / "kustomization.yaml").write_text(json.dumps(kustomization))
     kubectl("apply", "--server-side", "-k", folder)

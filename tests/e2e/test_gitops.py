@@ -101,10 +101,11 @@ def test_a_refused_run_is_degraded_and_a_revert_brings_the_complete_one_back(arg
 
 def test_a_failed_run_is_degraded_with_kuberays_reason(argocd, report):
     before = set(argocd.jobs())
-    committed = argocd.commit("Too little time", values(trainer=LONG | {"seed": 4}, lifecycle={"activeDeadlineSeconds": 30}))
+    deadlines = {"activeDeadlineSeconds": 60, "preRunningDeadlineSeconds": 59, "workersStartTimeoutSeconds": 59}
+    committed = argocd.commit("Too little time", values(trainer=LONG | {"seed": 4}, lifecycle=deadlines))
     new_job(argocd, before)
     wait("Degraded Application", lambda: argocd.state() == ("Synced", "Degraded"))
-    report(f"commit of a run with 30 s to live to Degraded: {time.monotonic() - committed:.0f} s")
+    report(f"commit of a run with 60 s to live to Degraded: {time.monotonic() - committed:.0f} s")
     assert "The run failed: DeadlineExceeded" in argocd.reason()
 
 

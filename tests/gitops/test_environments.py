@@ -1,5 +1,6 @@
 """Each environment is what the ApplicationSet needs, and nothing that it deploys is refused by the project or waits on itself."""
 
+import json
 import os
 import re
 import shutil
@@ -11,7 +12,7 @@ from typing import Any
 import pytest
 import yaml
 from gitops import ARGOCD, ENVIRONMENTS, ROOT, load
-from lint_gitops import MODULES, argocd_version, kubeconform, manifests, policies, policy_problems
+from lint_gitops import MODULES, StackLoader, argocd_version, kubeconform, manifests, policies, policy_problems
 
 CHART = ROOT / "charts/ray-finetune"
 NAMES = sorted(path.parent.name for path in ENVIRONMENTS.glob("*/environment.yaml"))
@@ -236,6 +237,33 @@ def test_a_policy_that_is_too_wide_is_found():
     problems = policy_problems(wide)
     assert "s3:PutObject may be used on any resource" in problems
     assert "sqs is a whole service" in problems
+
+
+def test_irsa_is_trusted_for_the_environments_service_account_alone_and_pod_identity_for_the_cluster():
+    stack = yaml.load((ENVIRONMENTS / "platform/aws/environment.yaml").read_text(), StackLoader)
+    condition, pod_identity, irsa = stack["Resources"]["Role"]["Properties"]["AssumeRolePolicyDocument"]
+    assert condition == stack["Resources"]["PodIdentityAssociation"]["Condition"]
+    issuer, account = "oidc.eks.us-west-2.amazonaws.com/id/EXAMPLE", "111122223333"
+    filled_in = {"OidcProvider": issuer, "Environment": "staging", "AWS::AccountId": account, "AWS::Partition": "aws"}
+    [statement] = json.loads(re.sub(r"\$\{([\w:]+)\}", lambda match: filled_in[match[1]], irsa))["Statement"]
+    [user] = [
+        each["metadata"]["name"] for each in rendered(ENVIRONMENTS / "staging/values.yaml") if each["kind"] == "ServiceAccount"
+    ]
+    namespace = application("staging")["spec"]["destination"]["namespace"]
+    assert statement == {
+        "Effect": "Allow",
+        "Principal": {"Federated": f"arn:aws:iam::{account}:oidc-provider/{issuer}"},
+        "Action": "sts:AssumeRoleWithWebIdentity",
+        "Condition": {
+            "StringEquals": {
+                f"{issuer}:aud": "sts.amazonaws.com",
+                f"{issuer}:sub": f"system:serviceaccount:{namespace}:{user}",
+            }
+        },
+    }
+    [statement] = pod_identity["Statement"]
+    assert statement["Condition"]["StringEquals"] == {"aws:SourceAccount": "AWS::AccountId"}
+    assert statement["Condition"]["ArnEquals"]["aws:SourceArn"].endswith(":cluster/${ClusterName}")
 
 
 def test_cfn_lint_finds_a_property_that_does_not_exist(tmp_path):
